@@ -1,0 +1,113 @@
+"""EngineConfig and ServerConfig: the only home of option names, defaults and help.
+
+Command-line flags, OCTAVO_* environment variables, the config file's keys, validation and the
+tables in docs/ are all generated from these two models. Both are frozen; values derived from
+them live in build results, never here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Auto = Literal["auto"]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _field(default: Any, help: str, *, short: str | None = None, group: str, **kw: Any) -> Any:
+    extra: dict[str, Any] = {"group": group}
+    if short:
+        extra["short"] = short
+    return Field(default, description=help, json_schema_extra=extra, **kw)
+
+
+class EngineConfig(_Config):
+    """Everything that shapes one engine. Field `max_model_len` is the flag `--max-model-len`."""
+
+    model: str = _field("demo", "Folder, GGUF file, hub id, or `demo` (SmolLM2-135M-Instruct).", group="model")
+    revision: str | None = _field(None, "Branch, tag or commit of a hub id.", group="model")
+    tokenizer: str | None = _field(None, "Folder or hub id of the tokenizer, if not the model's.", group="model")
+    chat_template: str | None = _field(None, "File with a Jinja chat template, instead of the model's.", group="model")
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = _field(
+        "auto", "Format of the weights; `dummy` fills them with random values.", group="model"
+    )
+    trust_remote_code: bool = _field(
+        False, "Refused: Octavo runs no code from checkpoints. The flag exists to say so.", group="model"
+    )
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = _field(
+        "auto", "Precision of weights and activations; `auto` is the checkpoint's, or bfloat16 on a CPU that has it for GGUF.",
+        group="model",
+    )  # fmt: skip
+    max_model_len: int | None = _field(
+        None, "Longest prompt plus completion, in tokens; default is the model's.", group="model", ge=1
+    )
+    quantization: str | None = _field(
+        None, "Weight format by name; default is what the checkpoint says.", short="-q", group="model"
+    )
+    seed: int = _field(0, "Seed of the stream that unseeded requests draw from.", group="model", ge=0)
+
+    device: Literal["auto", "cpu", "cuda"] = _field("auto", "Where to run.", group="device")
+    num_threads: int | None = _field(None, "CPU threads; default is what the machine can spare.", group="device", ge=1)
+    enforce_eager: bool = _field(False, "No captured graphs.", group="device")
+
+    block_size: int | Auto = _field("auto", "Tokens per KV block; `auto` asks the model and the backend.", group="cache")
+    kv_cache_dtype: str = _field("auto", "Precision of the KV cache; `auto` is the model's.", group="cache")
+    gpu_memory_utilization: float = _field(0.9, "Share of the device's memory to use.", group="cache", gt=0, le=1)
+    kv_cache_memory_bytes: int | None = _field(None, "Size of the KV cache, instead of a share of memory.", group="cache", ge=1)
+    num_gpu_blocks: int | None = _field(
+        None, "Hard limit of KV blocks: what does not fit now is refused, not queued.", group="cache", ge=1
+    )
+    num_gpu_blocks_override: int | None = _field(None, "Number of KV blocks; requests queue as usual.", group="cache", ge=1)
+    enable_prefix_caching: bool = _field(True, "Reuse the KV of shared prompt prefixes.", group="cache")
+
+    max_num_seqs: int = _field(256, "Sequences in one step.", group="scheduler", ge=1)
+    max_num_batched_tokens: int | None = _field(
+        None, "Tokens in one step; default 8192 on a GPU, 1024 on a CPU.", group="scheduler", ge=1
+    )
+    enable_chunked_prefill: bool = _field(True, "Split long prompts over steps.", group="scheduler")
+    scheduling_policy: Literal["fcfs", "priority"] = _field("fcfs", "Order of waiting requests.", group="scheduler")
+    max_num_queued_reqs: int = _field(4096, "Waiting requests before new ones get 429; 0 is no bound.", group="scheduler", ge=0)
+
+    attention_backend: str = _field("auto", "Attention backend by name.", group="plugins")
+    allocator: str = _field("auto", "Block allocator by name.", group="plugins")
+    scheduler: str = _field("auto", "Scheduler by name.", group="plugins")
+    executor: str = _field("auto", "Executor by name.", group="plugins")
+    model_adapter: str = _field("auto", "Model adapter by name.", group="plugins")
+    plugins: dict[str, Any] = _field(
+        {}, "Plugin options as JSON: {\"enable\": [distribution, ...], \"<kind>\": {\"<name>\": {option: value}}}.", group="plugins"
+    )  # fmt: skip
+
+    @field_validator("block_size")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1, or `auto`")
+        return value
+
+
+class ServerConfig(_Config):
+    """Everything that shapes the HTTP server around an engine."""
+
+    host: str = _field("127.0.0.1", "Address to listen on.", group="server")
+    port: int = _field(8000, "Port to listen on; 0 takes a free one.", group="server", ge=0, le=65535)
+    uds: str | None = _field(None, "Unix socket to listen on, instead of host and port.", group="server")
+    api_key: tuple[str, ...] = _field((), "Key that clients must send (repeatable).", group="server")
+    admin_api_key: tuple[str, ...] = _field(
+        (), "Key of the /admin routes (repeatable); without one they are off.", group="server"
+    )
+    served_model_name: tuple[str, ...] = _field((), "Name(s) that clients use; default is the model's.", group="server")
+    root_path: str = _field("", "Path prefix when behind a proxy.", group="server")
+    allowed_origins: tuple[str, ...] = _field((), "Origins allowed by CORS (repeatable).", group="server")
+    ssl_keyfile: str | None = _field(None, "TLS key file.", group="server")
+    ssl_certfile: str | None = _field(None, "TLS certificate file.", group="server")
+    ssl_ca_certs: str | None = _field(None, "CA file: client certificates are required.", group="server")
+    max_body_bytes: int = _field(8 << 20, "Largest request body.", group="server", ge=1024)
+    shutdown_timeout: float = _field(30.0, "Seconds that running requests get to finish after SIGTERM.", group="server", ge=0)
+    log_level: Literal["debug", "info", "warning", "error"] = _field("info", "How much to log.", group="server")
+    disable_log_requests: bool = _field(False, "No line per request.", group="server")
+    disable_log_stats: bool = _field(False, "No periodic line of throughput and cache use.", group="server")
+    vllm_metrics: bool = _field(True, "Also export metrics under the names vLLM's dashboards use.", group="server")

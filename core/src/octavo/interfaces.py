@@ -1,0 +1,475 @@
+"""The Protocols of the plug points, and the values that cross them.
+
+This module is the contract that plugins are written against (`octavo.catalog.CONTRACT` is its
+version). It holds no behaviour. torch appears in annotations only, so that the scheduler, the
+allocator and the server process can import it without torch.
+
+Vocabulary. A *row* or *slot* is a line of the state table: a running sequence keeps its slot from
+admission to release, and allocator, block tables and runner all index by it. A *group* is a set
+of layers whose KV cache has one shape and one block table. A *block* (page) is one pool index,
+the same in every layer of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from octavo.catalog import Device
+from octavo.request import Batch, EngineStats, Event, Request, Result, TableUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# ---------------------------------------------------------------- KV cache geometry
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The KV cache of one layer.
+
+    kind "full" keeps every token; "window" keeps the last `window` tokens (the current one
+    included); "latent" one shared head; "state" a slot per sequence. k_dim and v_dim are per head.
+    """
+
+    kind: Literal["full", "window", "latent", "state"]
+    heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str  # torch dtype name: "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
+    window: int | None = None
+    tokens_per_entry: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers of one KVSpec that share a block table.
+
+    layers are attention-layer indices (the order of ModelAdapter.kv_specs). page_bytes is the size
+    of one block in one layer, as the attention backend lays it out; it is equal in all groups.
+    """
+
+    index: int
+    spec: KVSpec
+    layers: tuple[int, ...]
+    block_size: int  # tokens per block
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How a backend stores one block of one layer: dtype name, shape of one page (the pool adds the
+    leading block axis) and its bytes, padding included. `order` names the axes, for explain."""
+
+    dtype: str
+    page_shape: tuple[int, ...]
+    page_bytes: int
+    order: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds fixed at build: workspaces, buffers and the state table are sized by them."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+# ---------------------------------------------------------------- allocator and scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Blocks of the pool: total = free + cached + used. free holds nothing; cached holds a prefix
+    that nobody references (evictable); used is referenced by at least one row."""
+
+    total: int
+    free: int
+    cached: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorParts:
+    """What an allocator is built from. num_blocks is the pool's size; max_rows the state table's."""
+
+    groups: tuple[KVGroup, ...]
+    num_blocks: int
+    max_rows: int
+    max_model_len: int
+    prefix_caching: bool = True
+
+
+class Allocator(Protocol):
+    """Block bookkeeping: ids only, no tensors. Calls take rows (int32 arrays over slots).
+
+    Invariant after every call: each block is in exactly one of free / cached / used, and the
+    reference count of a block equals the number of table entries that name it.
+    """
+
+    def admit(self, row: int, tokens: np.ndarray, domain: str, salt: str = "") -> int:
+        """Give `row` to a sequence whose host-known tokens are `tokens` (int32), attach the longest
+        cached prefix (full, computed, verified blocks; never the last token) and return its length
+        in tokens. `domain` is searched first, then "public". `salt` (RoPE variant, adapter) is part
+        of every key. The row must be empty."""
+
+    def extend(self, row: int, tokens: np.ndarray) -> None:
+        """Append tokens that became known (sampled ones), so that blocks they fill can be published."""
+
+    def reserve(self, rows: np.ndarray, start: np.ndarray, upto: np.ndarray) -> bool:
+        """Make positions [start, upto) of every row writable: all or nothing. A shared block that
+        would be written is replaced by a copy (see `drain`). False, with nothing changed, if the
+        pool cannot give enough even after evicting cached blocks."""
+
+    def commit(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        """The step that computes each row up to `computed` tokens has been submitted: publish the
+        blocks it fills (later steps may hit them) and take back reserved blocks beyond it."""
+
+    def withdraw(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        """The step failed: unpublish blocks of these rows that hold tokens at or past `computed`."""
+
+    def trim(self, rows: np.ndarray, position: np.ndarray) -> None:
+        """In window groups, give back blocks that no query at or after `position` can see."""
+
+    def fork(self, parent: int, child: int) -> None:
+        """The empty row `child` shares all of `parent`'s blocks and tokens."""
+
+    def release(self, rows: np.ndarray) -> None:
+        """Empty these rows; blocks without references become cached or free, at once reusable by
+        later work of the same stream. Releasing an empty row does nothing."""
+
+    def fits(self, tokens: int) -> bool:
+        """Whether the pool, if nothing else were in it, could hold one sequence of that length."""
+
+    def drain(self) -> tuple[tuple[TableUpdate, ...], tuple[tuple[int, np.ndarray, np.ndarray], ...]]:
+        """Table changes and copies-on-write (group, sources, targets) since the last call."""
+
+    def table(self, group: int) -> np.ndarray:
+        """int32 [max_rows, columns]: the block table; entries that hold no block are -1."""
+
+    def usage(self) -> Usage: ...
+
+    def reset(self) -> None:
+        """Forget every cached prefix. Rows keep their blocks, which will not be hit any more."""
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken. For tests and the idle loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """What a scheduler is built from. hard_blocks: refuse (429) what does not fit now, do not queue.
+    clock returns seconds (monotonic); seeds returns a fresh 63-bit seed for an unseeded request."""
+
+    allocator: Allocator
+    limits: Limits
+    policy: Literal["fcfs", "priority"]
+    max_queued: int  # 0: no bound
+    chunked_prefill: bool
+    hard_blocks: bool
+    clock: Callable[[], float]
+    seeds: Callable[[], int]
+
+
+class Scheduler(Protocol):
+    """Who runs next. Never sees a tensor. Single-threaded: called by the engine's loop only."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises AdmissionRefused, leaving nothing behind."""
+
+    def abort(self, request_id: str, sample: int | None = None) -> None:
+        """End a request, or one of its samples, in any state; unknown ids are ignored. Its events stop at once."""
+
+    def schedule(self) -> Batch | None:
+        """The next work order, or None if nothing can run now."""
+
+    def commit(self, batch: Batch, result: Result) -> list[Event]:
+        """Take the result of a batch, in the order of submission; results of finished, aborted or
+        preempted-and-stale rows are dropped."""
+
+    def fail(self, batch: Batch, message: str) -> list[Event]:
+        """The batch will have no result: end its requests with an error, withdraw its blocks."""
+
+    def events(self) -> list[Event]:
+        """Drain events that no result produced (a deadline that passed, a queued request that failed)."""
+
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+
+
+# ---------------------------------------------------------------- the step, on the device
+
+
+@dataclass(slots=True)
+class Step:
+    """One step as kernels see it. Tensors are on the device; views of buffers allocated at build.
+
+    T tokens in one flat row, grouped by R attention rows (rows with at least one new token).
+    `host` has the same lengths as numpy arrays for backends that plan on the host (CPU); a kernel
+    inside a captured graph must use the tensors only.
+    """
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    query_start: Tensor  # int32 [R + 1], offsets into T
+    seq_lens: Tensor  # int32 [R], tokens in the cache after this step's write
+    rows: Tensor  # int64 [R], state-table row of each attention row
+    tables: tuple[Tensor, ...]  # per group: int32 [max_rows, columns]
+    slot_mapping: tuple[Tensor, ...]  # per group: int64 [T], block * block_size + offset
+    token_rows: Tensor  # int64 [T], state-table row of each token
+    logit_index: Tensor  # int64 [S], index into T of the hidden state that each sampled row uses
+    host: StepHost
+    rope_tokens: Tensor | None = None  # int64 [T], the sequence's length bound (dynamic RoPE), None where unused
+    scratch: dict[str, Any] = field(default_factory=dict)  # per-step values shared by layers (cos/sin, masks, plans)
+
+
+@dataclass(slots=True)
+class StepHost:
+    """Host-side lengths of a Step. query_lens, seq_lens, rows: int64 [R]."""
+
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    rows: np.ndarray
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+
+
+# ---------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One attention layer, as the model declares it: index into kv_specs order, and its numbers.
+
+    scale multiplies q.k; softcap 0 is off; window None sees everything; sinks is a per-head
+    learned logit [num_heads] that joins the softmax and is dropped (None: no sinks)."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BoundGroup:
+    """A KV group with its memory: caches[i] is the pool tensor of group.layers[i], shaped
+    [num_blocks, *layout.page_shape]. The pool owns it; the backend may keep views."""
+
+    group: KVGroup
+    layout: CacheLayout
+    layers: tuple[AttentionLayer, ...]
+    caches: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """Constructor parts of a backend: where it runs and in which dtype queries come."""
+
+    device: Device
+    dtype: str
+
+
+class AttentionBackend(Protocol):
+    """Paged attention. Called as cls(options, AttentionParts). Order of calls: layout, bind, then
+    per step prepare, plan, and per layer write (or prologue) and run.
+
+    Needs.facts for `accepts`: layers (tuple of AttentionLayer without tensors), kv_dtype,
+    block_size (int or None: then Accept.preferences["block_sizes"] decides, best first).
+    """
+
+    graphs: Literal["none", "decode", "all"]
+
+    def layout(self, spec: KVSpec, block_size: int) -> CacheLayout: ...
+
+    def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
+        """Take the caches, allocate workspaces. Called once, before any step."""
+
+    def prepare(self, step: Step) -> None:
+        """Host work before a step (or a graph replay); may be empty."""
+
+    def plan(self, step: Step) -> None:
+        """Device work once a step, inside the graph; all layers reuse it."""
+
+    def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
+        """Store k [T, kv_heads, k_dim], v [T, kv_heads, v_dim] at the step's slots."""
+
+    def run(self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None) -> Tensor:
+        """Causal attention of q [T, heads, k_dim] over the cache; fills and returns out
+        [T, heads, v_dim]. lse, if given, gets the log-sum-exp, float32 [T, heads]."""
+
+    def gather(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V of the first `length` tokens of a state-table row: [length, kv_heads, dim]
+        (tokens out of a window are unspecified). For tests and expanded prefill; may be slow."""
+
+    def copy_blocks(self, group: int, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks (int64 ids) in every layer of a group, before the step's writes."""
+
+
+# ---------------------------------------------------------------- weights, operators, models
+
+
+class Weights(Protocol):
+    """Where layers declare the checkpoint tensors they want; nothing is allocated by declaring."""
+
+    def declare(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None,
+        fill: Callable[[Tensor], None],
+        *,
+        optional: bool = False,
+        dtypes: tuple[str, ...] = (),
+    ) -> None:
+        """The checkpoint tensor `name` of `shape` (None: any) goes to `fill`, exactly once. A missing tensor
+        that is not optional, a wrong shape, an undeclared tensor: LoadError, before `fill` runs."""
+
+
+class Linear(Protocol):
+    """y = x W^T + b, in whatever format the quantizer keeps. `activation` names the input format
+    it wants ("plain" is the model's dtype); `finish` runs once after every part is filled."""
+
+    activation: str
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in_features] -> [T, out_features] (the parts side by side)."""
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizerParts:
+    """Constructor parts of a quantizer. config is the checkpoint's quantization_config ({} if none)."""
+
+    device: Device
+    dtype: str
+    config: Mapping[str, Any]
+    weights: Weights
+
+
+class Quantizer(Protocol):
+    """A weight format. Called as cls(options, QuantizerParts). Needs.facts for `accepts`: method
+    (the name in quantization_config or the flag; "" for none), config, architecture."""
+
+    def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
+        """A Linear made of parts (checkpoint module name, output features) side by side: for fused
+        QKV {"q_proj": 576, ...} under prefix "model.layers.0.self_attn". It declares its weights."""
+
+    def tied(self, embedding: Callable[[], Tensor], out_features: int) -> Linear:
+        """A head whose weight is the (already filled) input embedding [vocab, hidden]."""
+
+
+class Operators(Protocol):
+    """A set of fused operators. Called as cls(options, OperatorParts); `ops` maps (name, format)
+    to a callable. Each (name, format) is served by the highest-priority provider that has it;
+    signatures are those of core's torch operators in `octavo.model.operators`, the oracle."""
+
+    ops: Mapping[tuple[str, str], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorParts:
+    device: Device
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """What a model is built from. `attention` registers a layer and returns the callable
+    (step, q, k, v) -> out that writes the cache and attends; `op` resolves a fused operator."""
+
+    device: Device
+    dtype: str
+    limits: Limits
+    weights: Weights
+    linear: Callable[..., Linear]
+    tied: Callable[..., Linear]
+    attention: Callable[[AttentionLayer], Callable[[Step, Tensor, Tensor, Tensor], Tensor]]
+    op: Callable[..., Callable[..., Any]]
+
+
+class Model(Protocol):
+    """A built model. Stateless between steps: the cache belongs to the pool."""
+
+    def forward(self, step: Step) -> Tensor:
+        """Hidden states [T, hidden] after the final norm."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [S, vocab] of hidden [S, hidden]."""
+
+    def finish(self) -> None:
+        """Called once, after every weight is filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine reads off a model config: geometry for pool, limits and attention."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    max_position: int  # the longest context the checkpoint claims
+    layers: tuple[AttentionLayer, ...]
+    kv_specs: tuple[KVSpec, ...]  # one per attention layer
+    tied_head: bool = False
+
+
+class ModelAdapter(Protocol):
+    """Architectures. Called as cls(options, None). Needs.facts for `accepts`: architecture, config."""
+
+    def facts(self, config: Mapping[str, Any], dtype: str, kv_dtype: str) -> ModelFacts:
+        """Read config.json (a dict). Raises LoadError naming the key that is wrong or unknown."""
+
+    def build(self, config: Mapping[str, Any], parts: ModelParts) -> Model: ...
+
+    def ignored(self, name: str) -> bool:
+        """Checkpoint tensors that are known and unused (such as rotary_emb.inv_freq)."""
+
+    def recommend(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Preferences with reasons, such as {"block_size": 16}; may be empty."""
+
+
+# ---------------------------------------------------------------- executor
+
+
+class Handle(Protocol):
+    """A submitted step."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> Result:
+        """Block until the result is on the host. Raises what the step raised."""
+
+
+class Executor(Protocol):
+    """Where the model runs. `depth`: steps that may be in flight besides the one being waited for
+    (0 where the device is synchronous, 1 for one GPU, plus pipeline stages - 1)."""
+
+    depth: int
+
+    def submit(self, batch: Batch) -> Handle:
+        """Submit in order; results come in the same order."""
+
+    def close(self) -> None: ...
+
+
+class Runner(Protocol):
+    """One device's part of an executor: state table, buffers, model, sampler."""
+
+    def submit(self, batch: Batch) -> Handle: ...
