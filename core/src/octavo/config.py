@@ -18,10 +18,12 @@ class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _field(default: Any, help: str, *, short: str | None = None, group: str, **kw: Any) -> Any:
+def _field(default: Any, help: str, *, short: str | None = None, group: str, secret: bool = False, **kw: Any) -> Any:
     extra: dict[str, Any] = {"group": group}
     if short:
         extra["short"] = short
+    if secret:
+        extra["secret"] = True  # never shown: not in an error, a log line, `doctor` or /admin
     return Field(default, description=help, json_schema_extra=extra, **kw)
 
 
@@ -95,9 +97,9 @@ class ServerConfig(_Config):
     host: str = _field("127.0.0.1", "Address to listen on.", group="server")
     port: int = _field(8000, "Port to listen on; 0 takes a free one.", group="server", ge=0, le=65535)
     uds: str | None = _field(None, "Unix socket to listen on, instead of host and port.", group="server")
-    api_key: tuple[str, ...] = _field((), "Key that clients must send (repeatable).", group="server")
+    api_key: tuple[str, ...] = _field((), "Key that clients must send (repeatable).", group="server", secret=True)
     admin_api_key: tuple[str, ...] = _field(
-        (), "Key of the /admin routes (repeatable); without one they are off.", group="server"
+        (), "Key of the /admin routes (repeatable); without one they are off.", group="server", secret=True
     )
     served_model_name: tuple[str, ...] = _field((), "Name(s) that clients use; default is the model's.", group="server")
     root_path: str = _field("", "Path prefix when behind a proxy.", group="server")
