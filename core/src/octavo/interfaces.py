@@ -112,11 +112,12 @@ class Allocator(Protocol):
     reference count of a block equals the number of table entries that name it.
     """
 
-    def admit(self, row: int, tokens: np.ndarray, domain: str, salt: str = "") -> int:
+    def admit(self, row: int, tokens: np.ndarray, domain: str, salt: str = "", *, reuse: bool = True) -> int:
         """Give `row` to a sequence whose host-known tokens are `tokens` (int32), attach the longest
         cached prefix (full, computed, verified blocks; never the last token) and return its length
         in tokens. `domain` is searched first, then "public". `salt` (RoPE variant, adapter) is part
-        of every key. The row must be empty."""
+        of every key. Without `reuse` nothing is looked up (a request that wants prompt logprobs must
+        compute its whole prompt). The row must be empty."""
 
     def extend(self, row: int, tokens: np.ndarray) -> None:
         """Append tokens that became known (sampled ones), so that blocks they fill can be published."""
@@ -143,6 +144,9 @@ class Allocator(Protocol):
         """Empty these rows; blocks without references become cached or free, at once reusable by
         later work of the same stream. Releasing an empty row does nothing."""
 
+    def blocks(self, tokens: int) -> int:
+        """Blocks that one sequence of that length holds at most, all groups together, nothing shared."""
+
     def fits(self, tokens: int) -> bool:
         """Whether the pool, if nothing else were in it, could hold one sequence of that length."""
 
@@ -164,7 +168,9 @@ class Allocator(Protocol):
 @dataclass(frozen=True, slots=True)
 class SchedulerParts:
     """What a scheduler is built from. hard_blocks: refuse (429) what does not fit now, do not queue.
-    clock returns seconds (monotonic); seeds returns a fresh 63-bit seed for an unseeded request."""
+    clock returns seconds (monotonic); seeds returns a fresh 63-bit seed for an unseeded request; salt
+    maps a sequence's length bound to the part of its prefix-cache key that depends on it (the
+    variant of a dynamic RoPE)."""
 
     allocator: Allocator
     limits: Limits
@@ -174,6 +180,7 @@ class SchedulerParts:
     hard_blocks: bool
     clock: Callable[[], float]
     seeds: Callable[[], int]
+    salt: Callable[[int], str]
 
 
 class Scheduler(Protocol):

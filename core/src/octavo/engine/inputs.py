@@ -1,0 +1,87 @@
+"""StateTable: what the device keeps of every running sequence, and how a Batch becomes a Step.
+
+Owns token ids and block tables by slot. A step sends only what changed: admissions, table entries
+and three short columns; input ids, positions and cache slots are computed from the table, so a
+sampled token never makes a round trip through the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.interfaces import KVGroup, Limits, Step, StepHost
+from octavo.request import Batch
+
+
+class StateTable:
+    """tokens int32 [max_num_seqs, max_model_len + 1]; tables per group int32 [max_num_seqs, columns];
+    bound int64 [max_num_seqs] (length bound of each sequence, for dynamic RoPE)."""
+
+    def __init__(self, groups: Sequence[KVGroup], limits: Limits, device: torch.device) -> None:
+        rows = limits.max_num_seqs
+        self._device = device
+        self._block_sizes = [g.block_size for g in groups]
+        self.tokens = torch.zeros((rows, limits.max_model_len + 1), dtype=torch.int32, device=device)
+        self.bound = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tables = tuple(
+            torch.zeros((rows, -(-limits.max_model_len // g.block_size)), dtype=torch.int32, device=device) for g in groups
+        )
+
+    def apply(self, batch: Batch) -> None:
+        """Take in admissions and block-table changes."""
+        for admission in batch.admissions:
+            self.tokens[admission.slot, : len(admission.tokens)] = self._send(admission.tokens)
+            self.bound[admission.slot] = admission.rope_tokens
+        for update in batch.tables:
+            table = self.tables[update.group]
+            table[self._send(update.rows).long(), self._send(update.cols).long()] = self._send(update.blocks)
+
+    def step(self, batch: Batch) -> Step | None:
+        """The rows of the batch that compute something, as flat token columns; None if there are none."""
+        active = batch.num_new > 0
+        if not active.any():
+            return None
+        slots, start = batch.slots[active].astype(np.int64), batch.start[active].astype(np.int64)
+        counts = batch.num_new[active].astype(np.int64)
+        total = int(counts.sum())
+        ends = np.cumsum(counts)
+        # Hidden state that a sampled row reads: its source's last new token.
+        row_of = np.cumsum(active) - 1
+        logit_index = ends[row_of[batch.source[batch.sample]]] - 1
+        columns = self._send(np.concatenate([slots, start, counts, ends - counts, logit_index]))
+        n = len(slots)
+        rows, first, count, offset, index = columns.split([n, n, n, n, len(logit_index)])
+        if total == n:
+            token_rows, positions = rows, first
+        else:
+            token_rows = torch.repeat_interleave(rows, count, output_size=total)
+            shift = torch.repeat_interleave(first - offset, count, output_size=total)
+            positions = torch.arange(total, device=self._device) + shift
+        query_start = torch.zeros(n + 1, dtype=torch.int32, device=self._device)
+        query_start[1:] = offset + count
+        return Step(
+            token_ids=self.tokens[token_rows, positions].long(),
+            positions=positions,
+            query_start=query_start,
+            seq_lens=(first + count).int(),
+            rows=rows,
+            tables=self.tables,
+            slot_mapping=tuple(
+                table[token_rows, positions // size].long() * size + positions % size
+                for table, size in zip(self.tables, self._block_sizes, strict=True)
+            ),
+            token_rows=token_rows,
+            logit_index=index,
+            host=StepHost(counts, start + counts, slots, total, int(counts.max()), int((start + counts).max())),
+            rope_tokens=self.bound[token_rows],
+        )
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cuda":
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor

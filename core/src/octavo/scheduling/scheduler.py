@@ -1,0 +1,435 @@
+"""ContinuousScheduler: one token budget, computed tokens catch up with known tokens.
+
+Owns every live Sequence, the slots of the state table and the waiting queue. There is no prefill
+or decode phase: a row has tokens that are known (prompt, sampled, or sampled by a step whose
+result is still in flight) and tokens that are computed, and each step computes the difference as
+far as the budget goes. Never sees a tensor, never calls a hook, never waits.
+
+Per-slot counters are numpy columns, because Python cost per row is what bounds small models:
+  known     tokens that exist, those in flight included
+  computed  tokens whose KV a submitted step writes
+  limit     prompt + max_tokens
+A row has work while computed < min(known, limit - 1): the KV of the very last token is never needed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import deque
+from typing import cast
+
+import numpy as np
+
+from octavo.catalog import Options
+from octavo.errors import AdmissionRefused
+from octavo.interfaces import SchedulerParts
+from octavo.request import Admission, Batch, EngineStats, Event, FinishReason, Request, Result, TokenLogprobs
+from octavo.scheduling.draft import Draft
+from octavo.scheduling.policies import Queue, order_key
+from octavo.scheduling.sequence import Sequence, State
+
+
+class SchedulerOptions(Options):
+    """ageing: seconds of waiting that count as one priority level; 0 lets a stream of better
+    requests starve a worse one."""
+
+    ageing: float = 60.0
+
+
+class ContinuousScheduler:
+    """interfaces.Scheduler. See the module docstring for the one rule it follows."""
+
+    def __init__(self, options: SchedulerOptions, parts: SchedulerParts) -> None:
+        self._options, self._parts = options, parts
+        self._allocator, self._limits = parts.allocator, parts.limits
+        size = parts.limits.max_num_seqs
+        self._known = np.zeros(size, np.int64)
+        self._computed = np.zeros(size, np.int64)
+        self._limit = np.zeros(size, np.int64)
+        self._free_slots = list(range(size))  # a heap: low slots first keeps tables dense
+        self._running: list[Sequence] = []  # sorted by key: the last one is the next victim
+        self._slots = np.zeros(0, np.int32)  # slots of _running, in its order
+        self._slots_stale = False
+        self._queue = Queue()
+        self._live: dict[str, list[Sequence]] = {}
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._submitted: deque[tuple[int, list[Sequence]]] = deque()
+        self._notices: list[Event] = []
+        self._serial = 0
+        self._step = 0
+        self._blocked: tuple[Sequence, int] | None = None  # queue head that did not fit, and the blocks there were
+        self._promised = 0  # blocks that live sequences may come to hold (kept under a hard limit only)
+        self._stats = EngineStats()
+
+    # ------------------------------------------------------------ requests in
+
+    def add(self, request: Request) -> None:
+        limit = len(request.prompt) + cast(int, request.params.max_tokens)
+        samples = request.params.samples
+        self._refuse_impossible(request, limit)
+        if self._parts.max_queued and len(self._queue) + samples > self._parts.max_queued:
+            raise AdmissionRefused(
+                f"{len(self._queue)} requests are waiting, the limit is {self._parts.max_queued}: try again later",
+                code="queue_full",
+                retry_after=1.0,
+            )
+        promised = self._promise(limit) * samples
+        self._refuse_over_hard_limit(promised)
+        now = self._parts.clock()
+        self._serial += 1
+        prompt = np.asarray(request.prompt, np.int32)
+        base = request.params.seed if request.params.seed is not None else self._parts.seeds()
+        sequences = []
+        for sample in range(samples):
+            key = order_key(self._parts.policy, request.priority, now, self._serial, sample, self._options.ageing)
+            seed = (base + sample) & 0xFFFF_FFFF_FFFF_FFFF
+            deadline = None if request.deadline is None else now + request.deadline
+            sequences.append(Sequence(request, sample, seed, key, prompt, limit, deadline))
+            if deadline is not None:
+                heapq.heappush(self._deadlines, (deadline, id(sequences[-1]), sequences[-1]))
+        self._live[request.id] = sequences
+        sequences[0].siblings = sequences[1:]
+        self._queue.push(sequences[0])
+        self._promised += promised
+
+    def _refuse_impossible(self, request: Request, limit: int) -> None:
+        if request.id in self._live:
+            raise AdmissionRefused(f"request id {request.id!r} is already running", code="duplicate_id")
+        if not self._allocator.fits(limit):
+            usage = self._allocator.usage()
+            raise AdmissionRefused(
+                f"prompt ({len(request.prompt)}) plus max_tokens ({limit - len(request.prompt)}) is {limit} tokens, more than the "
+                f"KV cache of {usage.total} blocks can ever hold: lower max_tokens, or start with more KV cache",
+                code="too_large",
+            )
+        if not self._parts.chunked_prefill and limit > self._limits.max_num_batched_tokens:
+            raise AdmissionRefused(
+                f"prompt plus max_tokens is {limit} tokens; without chunked prefill a step must take all of them at once after a "
+                f"preemption, and takes at most {self._limits.max_num_batched_tokens}: raise max_num_batched_tokens or enable "
+                "chunked prefill",
+                code="too_large",
+            )
+
+    def _promise(self, limit: int) -> int:
+        return self._allocator.blocks(limit) if self._parts.hard_blocks else 0
+
+    def _refuse_over_hard_limit(self, blocks: int) -> None:
+        total = self._allocator.usage().total
+        if self._parts.hard_blocks and self._promised + blocks > total:
+            raise AdmissionRefused(
+                f"of the hard limit of {total} KV blocks, {self._promised} are promised to running requests and this one may "
+                f"need {blocks}: try again later, or lower max_tokens or n",
+                code="no_capacity",
+                retry_after=1.0,
+            )
+
+    def abort(self, request_id: str, sample: int | None = None) -> None:
+        for sequence in list(self._live.get(request_id, ())):
+            if sample is None or sequence.sample == sample:
+                self._finish(sequence)
+
+    # ------------------------------------------------------------ one step out
+
+    def schedule(self) -> Batch | None:
+        self._expire()
+        draft = Draft(self._limits.max_num_batched_tokens)
+        self._schedule_running(draft)
+        self._schedule_waiting(draft)
+        return self._seal(draft) if draft.rows else None
+
+    def _schedule_running(self, draft: Draft) -> None:
+        """Rows with work, decoding rows before prefill chunks, as far as the budget goes."""
+        while self._running:
+            if self._slots_stale:
+                self._slots = np.array([s.slot for s in self._running], np.int32)
+                self._slots_stale = False
+            slots = self._slots
+            known, computed = self._known[slots], self._computed[slots]
+            work = np.minimum(known, self._limit[slots] - 1) - computed
+            order = np.argsort(work > 1, kind="stable")  # decoding rows first, otherwise in key order
+            order = order[work[order] > 0]
+            work = work[order]
+            take = np.clip(draft.budget - (np.cumsum(work) - work), 0, work)
+            if not self._parts.chunked_prefill:
+                take = np.where(take == work, take, 0)
+            order, take = order[take > 0], take[take > 0]
+            if not len(order):
+                return
+            rows, start = slots[order], computed[order]
+            self._allocator.trim(rows, start)
+            if self._allocator.reserve(rows, start, start + take):
+                sample = (start + take == known[order]).tolist()
+                for at, first, count, sampled in zip(order.tolist(), start.tolist(), take.tolist(), sample, strict=True):
+                    draft.add(self._running[at], first, count, sampled)
+                return
+            self._preempt(self._running[-1], draft)
+
+    def _schedule_waiting(self, draft: Draft) -> None:
+        """Admit from the head of the queue; a strictly better priority may take the worst row's place."""
+        while draft.budget > 0 and (sequence := self._queue.peek()) is not None:
+            if sequence.in_flight:
+                return  # preempted a moment ago: the token it sampled last is still on its way
+            if self._admit(sequence, draft):
+                continue
+            victim = self._running[-1] if self._running else None
+            better = victim is not None and sequence.request.priority < victim.request.priority
+            if victim is None or self._parts.policy != "priority" or not better:
+                return
+            self._preempt(victim, draft)
+
+    def _admit(self, sequence: Sequence, draft: Draft) -> bool:
+        """Move the queue's head into a slot if slot, blocks and budget allow; else change nothing."""
+        if not self._free_slots:
+            return False
+        usage = self._allocator.usage()
+        available = usage.free + usage.cached
+        if self._blocked is not None and self._blocked[0] is sequence and available <= self._blocked[1]:
+            return False  # nothing came back since it last did not fit
+        slot, tokens = self._free_slots[0], sequence.tokens
+        known = len(tokens)
+        reuse = sequence.request.params.prompt_logprobs is None or sequence.announced
+        salt = self._parts.salt(sequence.limit)
+        cached = self._allocator.admit(slot, tokens, sequence.request.domain, salt, reuse=reuse)
+        take = min(known - cached, draft.budget)
+        whole = take == known - cached
+        row, start = np.array([slot], np.int32), np.array([cached], np.int64)
+        enough = whole or self._parts.chunked_prefill
+        if not enough or not self._allocator.reserve(row, start, start + take):
+            self._allocator.release(row)
+            self._blocked = (sequence, available) if enough else None
+            return False
+        self._blocked = None
+        self._queue.pop()
+        self._enter(sequence, slot, known, cached)
+        if sequence.cached < 0:  # the first time: a re-admission after preemption is no new query
+            sequence.cached = cached
+            self._stats.prefix_queries += known
+            self._stats.prefix_hits += cached
+        draft.admitted[slot] = sequence
+        draft.add(sequence, cached, take, whole)
+        return True
+
+    def _enter(self, sequence: Sequence, slot: int, known: int, computed: int) -> None:
+        heapq.heappop(self._free_slots)  # slot is its smallest
+        sequence.slot, sequence.state, sequence.extended = slot, State.RUNNING, known
+        self._known[slot], self._computed[slot], self._limit[slot] = known, computed, sequence.limit
+        bisect.insort(self._running, sequence, key=lambda s: s.key)
+        self._slots_stale = True
+
+    def _preempt(self, victim: Sequence, draft: Draft) -> None:
+        """Give up a running sequence's slot and blocks; it will be recomputed (or hit its own blocks)."""
+        draft.undo(victim.slot)
+        self._leave(victim)
+        self._queue.push(victim)
+        self._stats.preemptions += 1
+
+    def _seal(self, draft: Draft) -> Batch:
+        """Turn the draft into an immutable order and move every counter on."""
+        sequences, start, take, sample, source = draft.columns()
+        for i, parent in enumerate(list(sequences)):
+            if sample[i] and parent.siblings:
+                for child in self._fork(parent, draft):
+                    sequences.append(child)
+                    start.append(len(parent.prompt))
+                    take.append(0)
+                    sample.append(True)
+                    source.append(i)
+        slots, sampled = np.array([s.slot for s in sequences], np.int32), np.array(sample, bool)
+        first, count = np.array(start, np.int64), np.array(take, np.int64)
+        self._computed[slots] = first + count
+        self._known[slots] += sampled
+        for sequence, one in zip(sequences, sample, strict=True):
+            sequence.in_flight += one
+        tables, copies = self._allocator.drain()
+        # Published only now: a prompt admitted in this very step must not read what it has yet to write.
+        self._allocator.commit(slots, first + count)
+        self._step += 1
+        self._submitted.append((self._step, sequences))
+        batch = Batch(
+            step=self._step,
+            slots=slots,
+            start=first.astype(np.int32),
+            num_new=count.astype(np.int32),
+            sample=sampled,
+            source=np.array(source, np.int32),
+            admissions=tuple(_admission(s) for s in draft.admitted.values()),
+            tables=tables,
+            copies=copies,
+        )
+        self._stats.steps += 1
+        self._stats.step_tokens = batch.num_tokens
+        return batch
+
+    def _fork(self, parent: Sequence, draft: Draft) -> list[Sequence]:
+        """The parent's prompt is complete after this step: its siblings sample their first token from the
+        same hidden state and share its blocks. Those that find no slot queue like anybody else."""
+        forked = []
+        for child in parent.siblings:
+            if not self._free_slots:
+                self._queue.push(child)
+                continue
+            slot = self._free_slots[0]
+            self._enter(child, slot, len(parent.prompt), len(parent.prompt))
+            self._allocator.fork(parent.slot, slot)
+            child.cached = parent.cached
+            draft.admitted[slot] = child
+            forked.append(child)
+        parent.siblings = []
+        return forked
+
+    # ------------------------------------------------------------ results in
+
+    def commit(self, batch: Batch, result: Result) -> list[Event]:
+        events: list[Event] = []
+        counts, failed, sampled = result.counts.tolist(), result.failed.tolist(), batch.sample.tolist()
+        for i, sequence in enumerate(self._take(batch)):
+            sequence.in_flight -= sampled[i]
+            if sequence.state is State.FINISHED:
+                continue
+            if i in result.prompt_logprobs:
+                sequence.keep_prompt_logprobs(int(batch.start[i]) + 1, result.prompt_logprobs[i])
+            if failed[i]:
+                events.append(self._end(sequence, "error", "the model produced logits that are not finite"))
+            elif counts[i]:
+                events.append(self._append(sequence, result.tokens[i, : counts[i]].tolist(), result.logprobs.get(i)))
+        return events
+
+    def _take(self, batch: Batch) -> list[Sequence]:
+        step, sequences = self._submitted.popleft()
+        if step != batch.step:
+            raise RuntimeError(f"results must come in the order of submission: expected step {step}, got {batch.step}")
+        return sequences
+
+    def _append(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> Event:
+        """Append sampled tokens up to the one that ends the sequence, and drop what comes after it."""
+        params, eos = sequence.request.params, sequence.request.eos_token_ids
+        event = self._event(sequence)
+        for token in tokens:
+            sequence.output.append(token)
+            event.tokens.append(token)
+            if len(sequence.output) >= params.min_tokens:
+                if token in eos and not params.ignore_eos:
+                    event.finish = "stop"
+                elif params.stop_token_ids and token in params.stop_token_ids:
+                    event.finish, event.stop_reason = "stop", token
+            if event.finish is None and sequence.known >= sequence.limit:
+                event.finish = "length"
+            if event.finish is not None:
+                break
+        if logprobs:
+            event.logprobs = logprobs[: len(event.tokens)]
+        self._stats.generation_tokens += len(event.tokens)
+        if event.finish is not None:
+            self._finish(sequence)
+        elif sequence.state is State.RUNNING and sequence.known - sequence.extended >= 8:
+            self._extend(sequence)
+        return event
+
+    def _extend(self, sequence: Sequence) -> None:
+        """Tell the allocator of new tokens: in bunches, since only whole blocks are ever published."""
+        if sequence.extended < sequence.known:
+            new = sequence.output[sequence.extended - len(sequence.prompt) :]
+            self._allocator.extend(sequence.slot, np.asarray(new, np.int32))
+            sequence.extended = sequence.known
+
+    def _event(self, sequence: Sequence) -> Event:
+        event = Event(sequence.request.id, sequence.sample, [])
+        if not sequence.announced:
+            sequence.announced = True
+            event.cached_tokens = max(sequence.cached, 0)
+            event.prompt_logprobs = sequence.prompt_logprobs
+            if sequence.sample == 0:
+                self._stats.prompt_tokens += len(sequence.prompt)
+        return event
+
+    def _end(self, sequence: Sequence, finish: FinishReason, error: str) -> Event:
+        event = self._event(sequence)
+        event.finish, event.error = finish, error
+        self._finish(sequence)
+        return event
+
+    def fail(self, batch: Batch, message: str) -> list[Event]:
+        events = []
+        sampled = batch.sample.tolist()
+        for i, sequence in enumerate(self._take(batch)):
+            sequence.in_flight -= sampled[i]
+            if sequence.state is State.RUNNING:
+                self._allocator.withdraw(np.array([sequence.slot], np.int32), batch.start[i : i + 1].astype(np.int64))
+                self._computed[sequence.slot] = min(self._computed[sequence.slot], int(batch.start[i]))
+            if sequence.state is not State.FINISHED:
+                events.append(self._end(sequence, "error", message))
+        return events
+
+    def events(self) -> list[Event]:
+        notices, self._notices = self._notices, []
+        return notices
+
+    # ------------------------------------------------------------ leaving
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._parts.clock():
+            sequence = heapq.heappop(self._deadlines)[2]
+            if sequence.state is not State.FINISHED:
+                self._notices.append(self._end(sequence, "abort", f"the deadline of {sequence.request.deadline} s passed"))
+
+    def _finish(self, sequence: Sequence) -> None:
+        """End a sequence in any state. Its slot and blocks come back at once: a step in flight may still
+        touch them, and whoever gets them next is computed after it on the same stream."""
+        if sequence.state is State.FINISHED:
+            return
+        state, sequence.state = sequence.state, State.FINISHED
+        live = self._live[sequence.request.id]
+        live.remove(sequence)
+        if state is State.RUNNING:
+            self._leave(sequence)
+        elif state is State.WAITING:
+            self._queue.discard()
+        else:
+            for other in live:
+                if sequence in other.siblings:
+                    other.siblings.remove(sequence)
+        for sibling in sequence.siblings:  # it will not compute their prompt: they do it themselves
+            self._queue.push(sibling)
+        sequence.siblings = []
+        self._promised -= self._promise(sequence.limit)
+        if not live:
+            del self._live[sequence.request.id]
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of its slot. What it computed stays in the prefix cache."""
+        slot = sequence.slot
+        row = np.array([slot], np.int32)
+        self._extend(sequence)
+        self._allocator.commit(row, self._computed[row])
+        self._allocator.release(row)
+        self._running.remove(sequence)
+        self._slots_stale = True
+        heapq.heappush(self._free_slots, slot)
+        sequence.slot = -1
+
+    # ------------------------------------------------------------ what others may ask
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._live)
+
+    def stats(self) -> EngineStats:
+        usage, stats = self._allocator.usage(), self._stats
+        stats.running, stats.waiting = len(self._running), len(self._queue)
+        stats.free_blocks = usage.free + usage.cached
+        stats.kv_usage = usage.used / usage.total if usage.total else 0.0
+        return stats
+
+
+def _admission(sequence: Sequence) -> Admission:
+    request = sequence.request
+    return Admission(
+        slot=sequence.slot,
+        tokens=sequence.tokens,
+        num_prompt=len(sequence.prompt),
+        params=request.params,
+        seed=sequence.seed,
+        eos_token_ids=request.eos_token_ids,
+        rope_tokens=sequence.limit,
+    )
