@@ -1,0 +1,127 @@
+"""Core's own parts, registered through the same door as everyone's.
+
+Names and `accepts` only: nothing here may import torch, a kernel or a model. Priorities are 0 to 10,
+so that a plugin for the hardware at hand comes before what runs anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.catalog import Accept, Needs, Provider, Reject
+from octavo.hookspecs import hookimpl
+from octavo.model.families import DECODER_ARCHITECTURES
+
+
+@hookimpl
+def register_allocators() -> list[Provider]:
+    return [
+        Provider(
+            "block",
+            "allocator",
+            "octavo.cache.allocator:BlockAllocator",
+            priority=1,
+            summary="Blocks with prefix cache, copy on write",
+        )
+    ]
+
+
+@hookimpl
+def register_schedulers() -> list[Provider]:
+    return [
+        Provider(
+            "continuous",
+            "scheduler",
+            "octavo.scheduling.scheduler:ContinuousScheduler",
+            priority=1,
+            summary="Continuous batching under one token budget",
+        )
+    ]
+
+
+@hookimpl
+def register_attention_backends() -> list[Provider]:
+    return [
+        Provider(
+            "torch",
+            "attention",
+            "octavo.attention.torch_backend:TorchAttention",
+            priority=1,
+            accepts=accepts_torch_attention,
+            summary="Paged attention in plain torch: runs anywhere, and is the oracle",
+        )
+    ]
+
+
+@hookimpl
+def register_quantizers() -> list[Provider]:
+    return [
+        Provider(
+            "none",
+            "quantizer",
+            "octavo.model.linear:PlainQuantizer",
+            priority=1,
+            accepts=accepts_plain_weights,
+            summary="Weights as they are: float32, bfloat16 or float16",
+        )
+    ]
+
+
+@hookimpl
+def register_model_adapters() -> list[Provider]:
+    return [
+        Provider(
+            "decoder",
+            "model",
+            "octavo.model.decoder:DecoderAdapter",
+            priority=1,
+            accepts=accepts_decoder,
+            summary="One config-driven decoder: " + ", ".join(DECODER_ARCHITECTURES),
+        )
+    ]
+
+
+@hookimpl
+def register_operators() -> list[Provider]:
+    return [
+        Provider(
+            "torch",
+            "operators",
+            "octavo.model.operators:TorchOperators",
+            priority=1,
+            summary="Plain torch: every operator, and the oracle",
+        )
+    ]
+
+
+@hookimpl
+def register_executors() -> list[Provider]:
+    return [
+        Provider(
+            "inline",
+            "executor",
+            "octavo.engine.executor:InlineExecutor",
+            priority=1,
+            summary="The model runs in the engine's own process",
+        )
+    ]
+
+
+def accepts_torch_attention(needs: Needs, options: Any) -> Accept | Reject:
+    """Any device, any shape, any block size; small blocks on a CPU, larger ones where launches cost more."""
+    sizes = (16, 32, 64, 128, 8) if needs.device.type == "cpu" else (64, 32, 16, 128, 8)
+    return Accept({"block_sizes": sizes}, "runs on any device, for any head shape and block size")
+
+
+def accepts_plain_weights(needs: Needs, options: Any) -> Accept | Reject:
+    method = needs.facts.get("method", "")
+    if method:
+        return Reject(f"the weights are in the format {method!r}; this provider reads unquantised weights only")
+    return Accept(reason="the weights are not quantised")
+
+
+def accepts_decoder(needs: Needs, options: Any) -> Accept | Reject:
+    architecture = needs.facts.get("architecture", "")
+    if architecture not in DECODER_ARCHITECTURES:
+        return Reject(f"architecture {architecture!r} is not one of {', '.join(DECODER_ARCHITECTURES)}")
+    return Accept(reason=f"{architecture} is in its list")
