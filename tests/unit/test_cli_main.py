@@ -1,0 +1,92 @@
+"""The `octavo` command: what it loads, how it fails, and its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from octavo.cli import main as cli
+from octavo.errors import AdmissionRefused, ConfigError, LoadError, OctavoError, RequestError
+
+HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "triton")
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", ["import octavo.cli.main", "from octavo.cli.main import main; main(['--help']) if 0 else main([])"])
+def test_the_command_and_its_help_load_neither_torch_nor_fastapi(command: str) -> None:
+    loaded = python(f"{command}\nimport sys\nprint([m for m in {HEAVY} if m in sys.modules])")
+    assert loaded.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_the_help_of_every_command_loads_neither_torch_nor_fastapi(name: str) -> None:
+    code = f"""
+import sys
+from octavo.cli.main import main
+try:
+    main([{name!r}, "--help"])
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print([m for m in {HEAVY} if m in sys.modules])
+"""
+    assert python(code).splitlines()[-1] == "[]"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in cli.COMMANDS)
+
+
+def test_a_misspelt_command_is_answered_with_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["srve", "demo"])
+    assert stop.value.code == 2
+    assert "did you mean serve" in capsys.readouterr().err
+
+
+class TestErrors:
+    """A command that raises, run through main()."""
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+        def fail(args: object) -> int:
+            raise error
+
+        monkeypatch.setattr("octavo.cli.version.run", fail)
+        return cli.main(["version"])
+
+    @pytest.mark.parametrize(
+        ("error", "status"),
+        [
+            (ConfigError("--port: 'x' is not allowed"), 2),
+            (LoadError("no such folder"), 1),
+            (RequestError("temperature: must be finite", param="temperature"), 1),
+            (AdmissionRefused("too large", code="too_large"), 1),
+        ],
+    )
+    def test_an_octavo_error_is_one_line_without_a_traceback(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OctavoError, status: int
+    ) -> None:
+        monkeypatch.delenv("OCTAVO_TRACEBACK", raising=False)
+        assert self.run(monkeypatch, error) == status
+        assert capsys.readouterr().err == f"octavo: error: {error}\n"
+
+    def test_the_traceback_is_there_when_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OCTAVO_TRACEBACK", "1")
+        with pytest.raises(LoadError):
+            self.run(monkeypatch, LoadError("no such folder"))
+
+    def test_an_unexpected_error_keeps_its_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ZeroDivisionError):
+            self.run(monkeypatch, ZeroDivisionError())
+
+    def test_control_c_exits_130_and_says_nothing(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.run(monkeypatch, KeyboardInterrupt()) == 130
+        assert capsys.readouterr().err == ""
