@@ -1,0 +1,211 @@
+"""AsyncLLM: text in, text out, over an engine in a process of its own. What the HTTP server uses.
+
+Owns the tokenizer, the output processor and one stream per live request. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.engine import messages
+from octavo.engine.client import EngineProcess
+from octavo.engine.streams import Prompt, Stream, prompt_parts
+from octavo.errors import AdmissionRefused, EngineDead
+from octavo.model.source import ModelSource, resolve_source
+from octavo.request import EngineStats, Event, Events, ModelInfo, Request, SamplingParams, check_request
+from octavo.text.output import OutputProcessor, RequestOutput
+from octavo.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Observer = Callable[[list[Event], EngineStats], None]
+
+
+class AsyncLLM:
+    """Made by `await AsyncLLM.start(config)`; one event loop only.
+
+    stats is refreshed with every step. alive turns False for good when the engine dies, and every
+    live request then raises EngineDead(dead_reason). explain and inventory are what the engine's
+    own process decided and loaded.
+    """
+
+    def __init__(self, config: EngineConfig, source: ModelSource) -> None:
+        self.config, self.source = config, source
+        self.tokenizer: Tokenizer
+        self.info: ModelInfo
+        self.stats = EngineStats()
+        self.alive, self.draining = False, False
+        self.dead_reason: str | None = None
+        self.explain: dict[str, Any] = {}
+        self.inventory: list[dict[str, Any]] = []
+        self._engine = EngineProcess(self._on_message, self._on_death)
+        self._processor: OutputProcessor
+        self._streams: dict[str, Stream] = {}
+        self._ids = itertools.count()
+        self._observers: list[Observer] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, on_progress: Callable[[messages.Progress], None] | None = None) -> AsyncLLM:
+        """Resolve the model, start the engine's process and wait until it serves.
+
+        Raises ConfigError, LoadError or PluginError for what the caller can mend, EngineDead for a crash.
+        """
+        began = time.perf_counter()
+        source = await asyncio.to_thread(resolve_source, config.model, config.revision)
+        llm = cls(config, source)
+        try:
+            # The engine builds while this process loads the tokenizer: neither needs the other.
+            resolved = config.model_copy(update={"model": str(source.path)})
+            starting = asyncio.create_task(llm._engine.start(resolved, on_progress))
+            llm.tokenizer = await asyncio.to_thread(Tokenizer.from_source, source, config)
+            llm._processor = OutputProcessor(llm.tokenizer)
+            ready = await starting
+        except BaseException:
+            await llm._engine.close()
+            raise
+        llm.info, llm.explain, llm.inventory, llm.alive = ready.info, ready.explain, ready.inventory, True
+        log.info("engine ready in %.1f s (%.1f s of it in its own process)", time.perf_counter() - began, ready.seconds)
+        return llm
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        domain: str = "",
+        deadline: float | None = None,
+        delta: bool = False,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one prompt (text, token ids, or {"prompt_token_ids": [...]}) as they come.
+
+        Without `delta` each item holds everything so far; with it, only what is new. Items that pile
+        up while the consumer is slow arrive merged. Raises RequestError before anything is allocated,
+        and AdmissionRefused or EngineDead, all from the first item on. Closing the iterator aborts
+        the request. `request_id` is only echoed: two live requests may share one.
+        """
+        text, ids = await self._tokens(prompt)
+        self._refuse_if_closed()
+        params = check_request(ids, params, self.info)
+        own_id = f"r{next(self._ids)}"
+        request = Request(
+            id=own_id,
+            prompt=ids,
+            params=params,
+            eos_token_ids=self.info.eos_token_ids,
+            tenant=tenant,
+            domain=domain,
+            priority=priority,
+            deadline=deadline,
+        )
+        stream = Stream(delta)
+        self._streams[own_id] = stream
+        self._idle.clear()
+        self._processor.add(request, text, delta)
+        finished = False
+        try:
+            self._engine.add(request)
+            while not finished:
+                output = await stream.next()
+                finished = output.finished
+                output.request_id = own_id if request_id is None else request_id
+                yield output
+        finally:
+            self._forget(own_id, abort=not finished)
+
+    async def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text, ids = prompt_parts(prompt)
+        return text, await self.encode(text or "") if ids is None else ids
+
+    def _refuse_if_closed(self) -> None:
+        if not self.alive:
+            raise EngineDead(self.dead_reason or "the engine is not running")
+        if self.draining:
+            raise AdmissionRefused("the server is shutting down", code="draining", retry_after=5.0)
+
+    def _forget(self, own_id: str, *, abort: bool) -> None:
+        self._streams.pop(own_id, None)
+        self._processor.remove(own_id)
+        if abort and self.alive:
+            self._engine.abort(own_id)
+        if not self._streams:
+            self._idle.set()
+
+    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of a raw prompt, computed off the event loop; the model's BOS rule applies once."""
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request by the id its outputs carry (its own, where none was given)."""
+        self._end_stream(request_id, None)
+
+    def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
+    # ------------------------------------------------------------ what the engine says
+
+    def on_events(self, observer: Observer) -> None:
+        """Call observer(events, stats) after every step. What it raises is logged, never passed on."""
+        self._observers.append(observer)
+
+    def _on_message(self, kind: bytes, body: Any) -> None:
+        if kind == messages.EVENTS:
+            self._on_step(body)
+        elif kind == messages.REFUSED:
+            refusal = AdmissionRefused(body.message, code=body.code, retry_after=body.retry_after)
+            self._end_stream(body.request_id, refusal)
+
+    def _on_step(self, step: Events) -> None:
+        self.stats = step.stats
+        outputs, aborts = self._processor.process(step.events)
+        for output in outputs:
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.put(output)
+        for request_id, sample in aborts:
+            self._engine.abort(request_id, sample)
+        for observer in self._observers:
+            try:
+                observer(step.events, step.stats)
+            except Exception:
+                log.exception("an observer of the engine's events failed")
+
+    def _on_death(self, reason: str) -> None:
+        self.alive, self.dead_reason = False, reason
+        self._fail_all(EngineDead(reason))
+
+    def _end_stream(self, own_id: str, error: Exception | None) -> None:
+        if (stream := self._streams.get(own_id)) is not None:
+            stream.fail(error or EngineDead("the request was aborted"))
+
+    def _fail_all(self, error: Exception) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+
+    # ------------------------------------------------------------ the end
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests, let running ones finish for `timeout` seconds, then end them with an error."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            self._fail_all(AdmissionRefused("the server is shutting down", code="draining", retry_after=5.0))
+
+    async def close(self) -> None:
+        """End the engine's process. Live requests raise EngineDead."""
+        self.alive = False
+        self.dead_reason = self.dead_reason or "the engine was closed"
+        self._fail_all(EngineDead(self.dead_reason))
+        await self._engine.close()

@@ -1,0 +1,132 @@
+"""EngineProcess: an engine in a process of its own, seen from an asyncio loop.
+
+Owns the child process and the socket to it. Delivers every message to one listener, in order, and
+notices when the child dies however it dies. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from octavo.config import EngineConfig
+from octavo.engine import messages
+from octavo.engine.messages import pack, unpack
+from octavo.errors import ConfigError, EngineDead
+from octavo.request import Request
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 3.0
+"""How long a child gets to leave by itself after CLOSE, and again after SIGTERM."""
+
+
+class EngineProcess:
+    """start() returns once the engine serves. `on_message(kind, body)` gets EVENTS and REFUSED;
+    `on_death(reason)` is called once if the engine ends without being asked to."""
+
+    def __init__(self, on_message: Callable[[bytes, Any], None], on_death: Callable[[str], None]) -> None:
+        self._on_message, self._on_death = on_message, on_death
+        self._folder = tempfile.mkdtemp(prefix="octavo-")
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+        self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
+        self._progress: Callable[[messages.Progress], None] | None = None
+        self._last_words: messages.Dead | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self, config: EngineConfig, progress: Callable[[messages.Progress], None] | None = None) -> messages.Ready:
+        """Spawn the child and wait until it serves. Raises ConfigError with the child's own words when
+        the configuration, the model or a plugin is at fault, EngineDead when it crashed."""
+        self._progress = progress
+        address = f"ipc://{self._folder}/engine"
+        self._socket.bind(address)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "octavo.engine.process", address, env=dict(os.environ)
+        )
+        await self._socket.send_multipart(pack(messages.CONFIG, config.model_dump_json()))
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        try:
+            return await self._ready
+        except BaseException:
+            await self.close()
+            raise
+
+    def add(self, request: Request) -> None:
+        self._send(messages.ADD, request)
+
+    def abort(self, request_id: str, sample: int | None = None) -> None:
+        self._send(messages.ABORT, messages.Abort(request_id, sample))
+
+    def reset_prefix_cache(self) -> None:
+        self._send(messages.RESET, None)
+
+    def _send(self, kind: bytes, body: Any) -> None:
+        if not self._closing:
+            # Without a high-water mark a PAIR socket never blocks, so the future is done at once.
+            self._socket.send_multipart(pack(kind, body))
+
+    async def _read(self) -> None:
+        while True:
+            kind, body = unpack(await self._socket.recv_multipart())
+            if kind == messages.PROGRESS:
+                if self._progress:
+                    self._progress(body)
+            elif kind == messages.READY:
+                self._ready.set_result(body)
+            elif kind == messages.DEAD:
+                self._last_words = body
+            else:
+                self._on_message(kind, body)
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        await asyncio.sleep(0.05)  # let the reader take its last words
+        words = self._last_words
+        reason = words.reason if words else f"the engine process ended with exit status {code}"
+        if not self._ready.done():
+            self._ready.set_exception(ConfigError(reason) if words and words.config else EngineDead(reason))
+        elif not self._closing:
+            log.error("engine process %s died: %s", self.pid, reason)
+            self._on_death(reason)
+
+    async def close(self) -> None:
+        """End the child, gently first. Idempotent."""
+        if self._closing:
+            return
+        if self._process is not None and self._process.returncode is None:
+            self._send(messages.CLOSE, None)
+        self._closing = True
+        if self._process is not None:
+            for end in (None, self._process.terminate, self._process.kill):
+                if end is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        end()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+                    break
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)

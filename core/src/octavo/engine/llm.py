@@ -1,0 +1,148 @@
+"""LLM: an engine in the caller's own process, for scripts. The names are those of vLLM's LLM."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.engine.build import build_engine
+from octavo.engine.streams import Prompt, prompt_parts
+from octavo.errors import AdmissionRefused, OctavoError, RequestError
+from octavo.model.source import resolve_source
+from octavo.plugins import discover
+from octavo.request import Request, SamplingParams, check_request
+from octavo.text.chat import render_chat
+from octavo.text.output import OutputProcessor, RequestOutput
+from octavo.text.tokenizer import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """LLM("demo").generate("Hello") -> list of RequestOutput, in the order of the prompts.
+
+    Keyword arguments are the fields of EngineConfig. One thread at a time. The queue is unbounded:
+    whoever hands over a list of prompts wants all of them.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        config = EngineConfig(model=model, **{"max_num_queued_reqs": 0, **options})
+        source = resolve_source(config.model, config.revision)
+        self.config = config
+        self.engine = build_engine(config, discover(config.plugins), source=source)
+        self.tokenizer = Tokenizer.from_source(source, config)
+        self._processor = OutputProcessor(self.tokenizer)
+        self._ids = itertools.count()
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = False,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text, token ids, or {"prompt_token_ids": [...]}).
+
+        Every prompt is checked before any of them runs: RequestError names the first bad one's field.
+        sampling_params: one for all, or one for each.
+        """
+        batch = _as_list(prompts) if prompt_token_ids is None else list(prompt_token_ids)
+        params = _per_prompt(sampling_params, len(batch))
+        requests = [
+            self._request(p, s, (priority or [0] * len(batch))[i]) for i, (p, s) in enumerate(zip(batch, params, strict=True))
+        ]
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template."""
+        many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [render_chat(self.tokenizer, m, add_generation_prompt=add_generation_prompt) for m in many]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> tuple[str | None, Request]:
+        text, ids = prompt_parts(prompt)
+        if ids is None:
+            ids = self.tokenizer.encode(text or "")
+        params = check_request(ids, params, self.engine.info)
+        eos = self.engine.info.eos_token_ids
+        return text, Request(id=f"r{next(self._ids)}", prompt=ids, params=params, eos_token_ids=eos, priority=priority)
+
+    def _run(self, requests: list[tuple[str | None, Request]], show: bool) -> list[RequestOutput]:
+        """Step until all are finished. Whatever interrupts it, no request is left behind."""
+        final: dict[str, RequestOutput] = {}
+        try:
+            for text, request in requests:
+                try:
+                    self.engine.add(request)
+                except AdmissionRefused as refusal:
+                    raise RequestError(refusal.message, param="max_tokens", code=refusal.code) from refusal
+                self._processor.add(request, text, False)
+            with _progress(len(requests), show) as advance:
+                while self.engine.busy:
+                    outputs, aborts = self._processor.process(self.engine.step().events)
+                    for output in outputs:
+                        if output.error:
+                            raise OctavoError(f"request {output.request_id} failed: {output.error}")
+                        if output.finished:
+                            final[output.request_id] = output
+                            advance()
+                    for request_id, sample in aborts:
+                        self.engine.abort(request_id, sample)
+        finally:
+            for _, request in requests:
+                if request.id not in final:
+                    self.engine.abort(request.id)
+                self._processor.remove(request.id)
+        return [final[request.id] for _, request in requests]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
+    """One prompt or many: a string, a mapping or a list of ints is one."""
+    if prompts is None:
+        raise RequestError("prompts: give a prompt or a list of them", param="prompts", code="invalid_value")
+    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(
+            f"sampling_params: {len(params)} for {count} prompts; give one, or one for each",
+            param="sampling_params",
+            code="invalid_value",
+        )
+    return list(params)
+
+
+@contextlib.contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error when asked for; yields what to call per finished prompt."""
+    if not show:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prompts", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,77 @@
+"""What crosses between a client's process and an engine's process: msgpack frames over one socket.
+
+A message is two frames: a kind (one byte) and a msgspec struct. To the engine: ADD Request, ABORT,
+CLOSE, RESET. From it: PROGRESS, READY, EVENTS (one a step, every request's news together), REFUSED,
+DEAD.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.request import Events, ModelInfo, Request
+
+CONFIG, ADD, ABORT, RESET, CLOSE = b"C", b"A", b"B", b"X", b"Q"
+PROGRESS, READY, EVENTS, REFUSED, DEAD = b"P", b"R", b"E", b"F", b"D"
+
+
+class Abort(msgspec.Struct, array_like=True):
+    request_id: str
+    sample: int | None = None
+
+
+class Progress(msgspec.Struct, array_like=True):
+    """A stage of the start, with done and total where they are known (total 0: unknown)."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+class Ready(msgspec.Struct):
+    """The engine serves. explain and inventory are what /admin/plugins shows."""
+
+    info: ModelInfo
+    explain: dict[str, Any]
+    inventory: list[dict[str, Any]]
+    seconds: float
+
+
+class Refused(msgspec.Struct, array_like=True):
+    request_id: str
+    message: str
+    code: str
+    retry_after: float | None = None
+
+
+class Dead(msgspec.Struct, array_like=True):
+    """The last message of an engine that cannot go on. config: the user's mistake, not a crash."""
+
+    reason: str
+    config: bool = False
+
+
+_DECODERS: dict[bytes, Any] = {
+    ADD: msgspec.msgpack.Decoder(Request),
+    ABORT: msgspec.msgpack.Decoder(Abort),
+    PROGRESS: msgspec.msgpack.Decoder(Progress),
+    READY: msgspec.msgpack.Decoder(Ready),
+    EVENTS: msgspec.msgpack.Decoder(Events),
+    REFUSED: msgspec.msgpack.Decoder(Refused),
+    DEAD: msgspec.msgpack.Decoder(Dead),
+}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def pack(kind: bytes, body: Any = None) -> list[bytes]:
+    """The two frames of a message."""
+    return [kind, _ENCODER.encode(body)]
+
+
+def unpack(frames: list[bytes]) -> tuple[bytes, Any]:
+    """kind and decoded body (None for kinds that carry nothing)."""
+    kind, body = frames
+    decoder = _DECODERS.get(kind)
+    return kind, decoder.decode(body) if decoder else None

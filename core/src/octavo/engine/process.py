@@ -1,0 +1,127 @@
+"""The engine's own process: builds one engine, then alternates between messages and steps.
+
+Started by `octavo.engine.client.EngineProcess` as ``python -m octavo.engine.process ADDRESS``. Its
+configuration arrives as the first message. Ends when told, when the socket's owner dies, or when
+the engine does; never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+
+import msgspec
+import zmq
+
+from octavo.config import EngineConfig
+from octavo.engine import messages
+from octavo.engine.messages import pack, unpack
+from octavo.errors import AdmissionRefused, OctavoError
+
+log = logging.getLogger(__name__)
+
+PARENT_CHECK = 1.0
+"""Seconds between checks, while idle, that the parent still lives."""
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent dies (Linux); the idle loop checks as well."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+class EngineLoop:
+    """Serves one engine on one PAIR socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes], parent: int) -> None:
+        self._socket, self._parent = socket, parent
+        self._open = True
+
+    def run(self, config: EngineConfig) -> None:
+        from octavo.engine.build import build_engine
+        from octavo.plugins import discover
+
+        began = time.perf_counter()
+        catalog = discover(config.plugins)
+        engine = build_engine(config, catalog, progress=self._progress)
+        gc.collect()
+        gc.freeze()  # the model and the catalogue are garbage for nobody: keep the collector off them
+        inventory = [msgspec.to_builtins(row) for row in catalog.inventory_rows()]
+        ready = messages.Ready(engine.info, engine.explain, inventory, time.perf_counter() - began)
+        self._send(messages.READY, ready)
+        while self._open:
+            if not engine.busy:
+                self._await_message()
+            self._drain_messages(engine)
+            if engine.busy:
+                self._send(messages.EVENTS, engine.step())
+        engine.close()
+
+    def _progress(self, stage: str, done: int = 0, total: int = 0) -> None:
+        self._send(messages.PROGRESS, messages.Progress(stage, done, total))
+
+    def _send(self, kind: bytes, body: object) -> None:
+        self._socket.send_multipart(pack(kind, body))
+
+    def _await_message(self) -> None:
+        while not self._socket.poll(int(PARENT_CHECK * 1000)):
+            if os.getppid() != self._parent:
+                log.error("the parent process %d is gone: leaving", self._parent)
+                self._open = False
+                return
+
+    def _drain_messages(self, engine: object) -> None:
+        from octavo.engine.engine import Engine
+
+        assert isinstance(engine, Engine)
+        while self._open and self._socket.poll(0):
+            kind, body = unpack(self._socket.recv_multipart())
+            if kind == messages.ADD:
+                try:
+                    engine.add(body)
+                except AdmissionRefused as refusal:
+                    self._send(messages.REFUSED, messages.Refused(body.id, refusal.message, refusal.code, refusal.retry_after))
+            elif kind == messages.ABORT:
+                engine.abort(body.request_id, body.sample)
+                self._send(messages.EVENTS, messages.Events([], engine.stats()))
+            elif kind == messages.RESET:
+                engine.allocator.reset()
+            elif kind == messages.CLOSE:
+                self._open = False
+
+
+def main(address: str) -> int:
+    parent = os.getppid()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.linger = 1000
+    socket.connect(address)
+    _, body = socket.recv_multipart()
+    config = EngineConfig.model_validate_json(msgspec.msgpack.decode(body, type=str))
+    loop = EngineLoop(socket, parent)
+    try:
+        loop.run(config)
+        return 0
+    except OctavoError as error:
+        socket.send_multipart(pack(messages.DEAD, messages.Dead(str(error), config=True)))
+    except Exception as error:
+        log.exception("the engine died")
+        socket.send_multipart(pack(messages.DEAD, messages.Dead(f"{type(error).__name__}: {error}")))
+    finally:
+        socket.close()
+        context.term()
+    return 1
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=os.environ.get("OCTAVO_LOG_LEVEL", "INFO").upper(), format="%(levelname)s %(name)s: %(message)s")
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,139 @@
+"""ModelRunner: one device's part of the engine. Batch in, Result out.
+
+Owns the state table, the model, the bound attention backend and the sampler. The only place where
+a step touches tensors. `submit` never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.engine.inputs import StateTable
+from octavo.interfaces import AttentionBackend, KVGroup, Limits, Model
+from octavo.request import Batch, Result, SamplingParams, TokenLogprobs
+from octavo.sampling.sampler import Sampled, Sampler, prompt_logprobs
+
+LOGITS_AT_ONCE = 256
+"""Prompt positions whose logits are held at a time while prompt logprobs are computed."""
+
+
+class StepHandle:
+    """A step on its way. `finish` turns device tensors into a Result; called once, by wait."""
+
+    def __init__(self, finish: Callable[[], Result], event: torch.cuda.Event | None) -> None:
+        self._finish, self._event = finish, event
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Result:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._finish()
+
+
+class ModelRunner:
+    """interfaces.Runner. groups, limits and device fix every buffer's size; nothing grows later."""
+
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        groups: tuple[KVGroup, ...],
+        limits: Limits,
+        device: torch.device,
+        sampler: Sampler,
+    ) -> None:
+        self._model, self._attention, self._sampler = model, attention, sampler
+        self._device = device
+        self._state = StateTable(groups, limits, device)
+        self._prompts: dict[int, tuple[SamplingParams, np.ndarray]] = {}  # slots that want prompt logprobs
+
+    @torch.inference_mode()
+    def submit(self, batch: Batch) -> StepHandle:
+        for group, source, target in batch.copies:
+            self._attention.copy_blocks(group, self._ids(source), self._ids(target))
+        self._admit(batch)
+        self._state.apply(batch)
+        step = self._state.step(batch)
+        if step is None:
+            raise RuntimeError(f"step {batch.step} computes nothing: every row is a fork without its source")
+        self._attention.prepare(step)
+        self._attention.plan(step)
+        hidden = self._model.forward(step)
+        prompts = self._prompt_logprobs(batch, hidden)
+        rows = np.flatnonzero(batch.sample)
+        if not len(rows):
+            return self._handle(batch, rows, None, prompts)
+        slots = self._ids(batch.slots[rows])
+        positions = self._ids(batch.start[rows] + batch.num_new[rows])
+        logits = self._model.logits(hidden[step.logit_index])
+        sampled = self._sampler.sample(logits, slots, positions, self._state.tokens)
+        self._state.tokens[slots, positions] = sampled.tokens
+        return self._handle(batch, rows, sampled, prompts)
+
+    def _ids(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)
+
+    def _admit(self, batch: Batch) -> None:
+        for admission in batch.admissions:
+            params = admission.params
+            self._sampler.admit(admission.slot, params, admission.seed, admission.eos_token_ids, admission.num_prompt)
+            self._prompts.pop(admission.slot, None)
+            if params.prompt_logprobs is not None:
+                self._prompts[admission.slot] = (params, admission.tokens[: admission.num_prompt])
+
+    def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """For rows that want them: the values of prompt tokens start + 1 .. start + num_new."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        if not self._prompts:
+            return found
+        ends = np.cumsum(batch.num_new)
+        for row in np.flatnonzero(batch.num_new):
+            wanted = self._prompts.get(int(batch.slots[row]))
+            if wanted is None:
+                continue
+            params, prompt = wanted
+            start = int(batch.start[row])
+            count = min(int(batch.num_new[row]), len(prompt) - 1 - start)
+            first = int(ends[row] - batch.num_new[row])
+            values: list[TokenLogprobs] = []
+            for at in range(0, count, LOGITS_AT_ONCE):
+                size = min(LOGITS_AT_ONCE, count - at)
+                logits = self._model.logits(hidden[first + at : first + at + size])
+                targets = self._ids(prompt[start + at + 1 : start + at + 1 + size])
+                values += prompt_logprobs(logits, targets, params.prompt_logprobs or 0)
+            if values:
+                found[int(row)] = values
+        return found
+
+    def _handle(
+        self, batch: Batch, rows: np.ndarray, sampled: Sampled | None, prompts: dict[int, list[TokenLogprobs]]
+    ) -> StepHandle:
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            if sampled is not None:
+                sampled = sampled.to_host()
+            event.record()
+
+        def finish() -> Result:
+            count = len(batch.slots)
+            result = Result(
+                tokens=np.zeros((count, 1), np.int32),
+                counts=np.zeros(count, np.int32),
+                failed=np.zeros(count, bool),
+                prompt_logprobs=prompts,
+            )
+            if sampled is not None:
+                result.tokens[rows, 0] = sampled.tokens.numpy()
+                result.counts[rows] = 1
+                result.failed[rows] = sampled.failed.numpy()
+                result.logprobs = {int(rows[i]): [value] for i, value in sampled.logprobs().items()}
+            return result
+
+        return StepHandle(finish, event)
