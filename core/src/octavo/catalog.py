@@ -273,7 +273,8 @@ class Catalog:
             raise PluginError(
                 f"no operators provider accepts {_describe(needs)}:{listed or ' none is installed'}{self._suspects()}"
             )
-        return OperatorDecision(tuple(accepted), verdicts)
+        reasoned = [replace(d, reason=_join(f"accepts, priority {d.provider.priority}", d.accept.reason)) for d in accepted]
+        return OperatorDecision(tuple(reasoned), verdicts)
 
     def _resolve_named(self, kind: Kind, needs: Needs, name: str) -> Decision:
         entry = self._named(kind, name, PluginError, f"{kind} {name!r}")

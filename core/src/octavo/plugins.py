@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module, metadata
@@ -55,13 +55,19 @@ class Rejected(Exception):
     """A plugin breaks the contract; the message becomes the reason in its inventory line."""
 
 
-def discover(*, enable: Sequence[str] = (), extra_modules: Iterable[str | ModuleType] = ()) -> Catalog:
+def discover(
+    plugins: Mapping[str, Any] | None = None,
+    *,
+    enable: Sequence[str] = (),
+    extra_modules: Iterable[str | ModuleType] = (),
+) -> Catalog:
     """Gather every installed plugin into a Catalog.
 
-    enable: distributions that `auto` may choose besides the first-party ones. extra_modules: plugins
-    given by hand, as a module or its name, for tests and notebooks; they are active. Raises ConfigError
-    for an unknown name in `enable` and for an extra module that cannot be imported; a broken installed
-    plugin raises nothing here and is in the inventory.
+    plugins: `EngineConfig.plugins`, applied as by `Catalog.configured`. enable: distributions that `auto`
+    may choose besides the first-party ones and those in `plugins`. extra_modules: plugins given by hand,
+    as a module or its name, for tests and notebooks; they are active. Raises ConfigError for a wrong
+    name or option and for an extra module that cannot be imported; a broken installed plugin raises
+    nothing here and is in the inventory.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
@@ -78,7 +84,7 @@ def discover(*, enable: Sequence[str] = (), extra_modules: Iterable[str | Module
     entries = _mark_duplicates(entries)
     entries.sort(key=lambda e: (e.kind == "plugin", e.kind, -(e.provider.priority if e.provider else 0), e.name))
     catalog = Catalog(tuple(entries), frozenset(map(normalise, by_hand)), announce=_announcer(manager, entries))
-    return catalog.configured({"enable": list(enable)}) if enable else catalog
+    return catalog.configured(plugins or {}).configured({"enable": list(enable)})
 
 
 def _installed() -> Iterator[tuple[str, Origin, Any]]:

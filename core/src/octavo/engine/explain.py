@@ -1,0 +1,141 @@
+"""A plan put into words: as plain data for --json and /admin/plugins, and as tables for a terminal.
+
+Owns the presentation only: every value and reason is the plan's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo.catalog import CONTRACT
+from octavo.decision import OperatorDecision
+from octavo.engine.sizing import size_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from octavo.engine.plan import Plan
+
+
+def explain(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON types. `values` and `decisions` each carry the choice and its `why`."""
+    config = plan.config
+    values: dict[str, Any] = {
+        "device": plan.device.name or plan.device.type,
+        "threads": plan.threads.count if plan.threads else None,
+        "dtype": plan.dtype,
+        "kv_cache_dtype": plan.kv_dtype,
+        "max_model_len": plan.limits.max_model_len,
+        "max_num_seqs": plan.limits.max_num_seqs,
+        "max_num_batched_tokens": plan.limits.max_num_batched_tokens,
+        "block_size": plan.block_size,
+        "num_blocks": plan.num_blocks,
+    }
+    return {
+        "model": {
+            "asked": config.model,
+            "name": plan.source.name,
+            "kind": plan.source.kind,
+            "path": str(plan.source.path),
+            "architecture": plan.facts.architecture,
+            "weight_bytes": plan.sizing.weight_bytes,
+        },
+        "device": {
+            "type": plan.device.type,
+            "name": plan.device.name,
+            "capability": list(plan.device.capability),
+            "memory": plan.device.memory,
+            "free_memory": plan.device.free_memory,
+            "driver": plan.device.driver,
+            "features": sorted(plan.device.features),
+        },
+        "values": {name: {"value": value, "why": plan.why[name]} for name, value in values.items() if value is not None},
+        "kv_cache": {
+            "num_blocks": plan.num_blocks,
+            "block_bytes": plan.sizing.block_bytes,
+            "bytes": plan.sizing.bytes,
+            "tokens": plan.kv_cache_tokens,
+            "max_concurrency": round(plan.sizing.contexts, 2),
+            "hard_limit": plan.sizing.hard,
+            "groups": [
+                {
+                    "kind": group.spec.kind,
+                    "layers": list(group.layers),
+                    "block_size": group.block_size,
+                    "window": group.spec.window,
+                    "page_bytes": group.page_bytes,
+                    "page_shape": list(layout.page_shape),
+                    "order": layout.order,
+                    "dtype": layout.dtype,
+                }
+                for group, layout in zip(plan.groups, plan.layouts, strict=True)
+            ],
+        },
+        "decisions": {kind: decision.explain() for kind, decision in plan.decisions().items()},
+        "catalog": {
+            "contract_version": CONTRACT,
+            "fingerprint": plan.catalog.fingerprint(),
+            "enabled": sorted(plan.catalog.enabled),
+            "problems": [
+                {"kind": e.kind, "name": e.name, "distribution": e.origin.distribution, "state": e.state, "reason": e.reason}
+                for e in plan.catalog.problems()
+            ],
+        },
+    }
+
+
+def render(plan: Plan) -> RenderableType:
+    """Tables for a terminal (a rich renderable)."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    told = explain(plan)
+    model, cache = told["model"], told["kv_cache"]
+    head = Text.assemble(
+        (model["name"], "bold"),
+        f"  {model['architecture']}, {size_text(model['weight_bytes'])} of weights, from {model['path']}",
+    )
+
+    parts = Table(title="Parts", title_justify="left", show_lines=True, expand=True)
+    for column, ratio in (("part", 2), ("chosen", 3), ("why", 6), ("not chosen, and why", 8)):
+        parts.add_column(column, ratio=ratio, overflow="fold")
+    for kind, decision in plan.decisions().items():
+        if isinstance(decision, OperatorDecision):
+            chosen = "\n".join(f"{d.name} ({d.origin})" for d in decision.chosen)
+            why = "\n".join(d.reason for d in decision.chosen)
+            if len(decision.chosen) > 1:
+                why = f"each operator is served by the first of these that offers it\n{why}"
+        else:
+            chosen, why = f"{decision.name} ({decision.origin})", decision.reason
+        others = "\n".join(f"{v.name} ({v.distribution}): {v.reason}" for v in decision.others)
+        parts.add_row(Text(kind), Text(chosen, style="bold"), Text(why), Text(others or "there is no other"))
+
+    values = Table(title="Values", title_justify="left", expand=True)
+    for column, ratio in (("value", 3), ("is", 4), ("why", 10)):
+        values.add_column(column, ratio=ratio, overflow="fold")
+    for name, item in told["values"].items():
+        values.add_row(Text(name), Text(str(item["value"]), style="bold"), Text(item["why"]))
+
+    lines = [
+        Text(
+            f"KV cache: {cache['tokens']:,} tokens in {cache['num_blocks']:,} blocks, {size_text(cache['bytes'])}; "
+            f"{cache['max_concurrency']:.2f} requests of {plan.limits.max_model_len:,} tokens at once"
+        )
+    ]
+    for group in cache["groups"]:
+        window = f", window {group['window']}" if group["window"] else ""
+        lines.append(
+            Text(
+                f"  {len(group['layers'])} layers {group['kind']}{window}: pages of {group['block_size']} tokens, "
+                f"{size_text(group['page_bytes'])}, {group['order']} {group['page_shape']} {group['dtype']}"
+            )
+        )
+    for problem in told["catalog"]["problems"]:
+        lines.append(
+            Text(
+                f"{problem['distribution']}: {problem['kind']} {problem['name']} {problem['state']}: {problem['reason']}",
+                style="red",
+            )
+        )
+    return Group(head, parts, values, *lines)

@@ -1,0 +1,310 @@
+"""The build plan: every decision of one engine, taken before anything is allocated.
+
+`plan_engine` asks the machine, the checkpoint's config and the plugins, and returns a frozen Plan.
+Engine.build creates exactly what the plan says, and `explain` prints it: there is no second opinion.
+No weight is read and no device memory is taken here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from octavo.catalog import Catalog, Device, Kind, Needs
+from octavo.config import EngineConfig
+from octavo.decision import Decision, OperatorDecision
+from octavo.engine.device import BF16_UNITS, Threads, choose_device, spare_threads
+from octavo.engine.sizing import Sizing, size_pool, workspace_bytes
+from octavo.errors import ConfigError, LoadError
+from octavo.interfaces import AttentionParts, CacheLayout, KVGroup, KVSpec, Limits, ModelFacts
+
+if TYPE_CHECKING:
+    from octavo.model.source import ModelSource
+
+DTYPES = {"float": "float32", "half": "float16"}
+"""Flags' other names for torch's."""
+
+KV_DTYPES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e5m2": "float8_e5m2",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+DEFAULT_BLOCK_SIZE = 16
+BATCHED_TOKENS = {"cuda": 8192, "cpu": 1024}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision of one engine. `why` gives the reason of each plain value by its name.
+
+    dtype is the model's, kv_dtype the cache's (torch names). groups are the KV groups at block_size,
+    laid out by the chosen attention backend. threads is None on a GPU.
+    """
+
+    config: EngineConfig
+    catalog: Catalog
+    source: ModelSource
+    device: Device
+    threads: Threads | None
+    dtype: str
+    kv_dtype: str
+    facts: ModelFacts
+    limits: Limits
+    block_size: int
+    groups: tuple[KVGroup, ...]
+    layouts: tuple[CacheLayout, ...]
+    sizing: Sizing
+    model: Decision
+    quantizer: Decision
+    attention: Decision
+    allocator: Decision
+    scheduler: Decision
+    executor: Decision
+    operators: OperatorDecision
+    why: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.sizing.num_blocks
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens of full contexts that the pool holds; with one group of full attention, blocks x block size."""
+        if len(self.groups) == 1 and self.groups[0].spec.window is None:
+            return self.num_blocks * self.block_size
+        return int(self.sizing.contexts * self.limits.max_model_len)
+
+    def decisions(self) -> dict[Kind, Decision | OperatorDecision]:
+        """By kind, in the order of the build."""
+        return {
+            "model": self.model,
+            "quantizer": self.quantizer,
+            "attention": self.attention,
+            "operators": self.operators,
+            "allocator": self.allocator,
+            "scheduler": self.scheduler,
+            "executor": self.executor,
+        }
+
+    def explain(self) -> dict[str, Any]:
+        """The whole plan as plain data (JSON types): what `octavo plugins explain --json` prints."""
+        from octavo.engine.explain import explain
+
+        return explain(self)
+
+
+def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
+    """Decide everything about an engine. Raises ConfigError, PluginError or LoadError; allocates nothing."""
+    from octavo.cache.pool import plan_groups
+    from octavo.model.source import resolve_source
+
+    if config.trust_remote_code:
+        raise ConfigError("--trust-remote-code: Octavo runs no code from checkpoints; leave the flag out")
+    catalog = catalog.configured(config.plugins)
+    why: dict[str, str] = {}
+
+    choice = choose_device(config.device)
+    device, why["device"] = choice.device, choice.reason
+    threads = spare_threads(config.num_threads) if device.type == "cpu" else None
+    if threads:
+        why["threads"] = threads.reason
+
+    source = resolve_source(config.model, config.revision)
+    _check_format(config, source)
+    architecture = _architecture(source)
+    dtype, why["dtype"] = _dtype(config.dtype, source, device)
+    kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype)
+
+    def needs(kind: Kind, **facts: Any) -> Needs:
+        return Needs(kind, device, dtype, facts)
+
+    model = catalog.resolve("model", needs("model", architecture=architecture, config=source.config), config.model_adapter)
+    adapter = model.create(None)
+    facts: ModelFacts = adapter.facts(source.config, dtype, kv_dtype)
+    limits = _limits(config, facts, device, why)
+
+    quantizer = _quantizer(config, catalog, source, architecture, needs)
+    wanted = None if config.block_size == "auto" else config.block_size
+    attention = catalog.resolve(
+        "attention", needs("attention", **attention_facts(facts, kv_dtype, wanted)), config.attention_backend
+    )
+    block_size, why["block_size"] = _block_size(wanted, adapter.recommend(source.config), attention)
+    backend = attention.create(AttentionParts(device, dtype))
+    layouts: dict[KVSpec, CacheLayout] = {spec: backend.layout(spec, block_size) for spec in dict.fromkeys(facts.kv_specs)}
+    groups = tuple(plan_groups(facts.kv_specs, backend.layout, block_size))
+
+    sizing = size_pool(
+        config,
+        device,
+        groups,
+        limits,
+        weight_bytes=source.weight_bytes(dtype),
+        workspace=workspace_bytes(facts, source.config, limits, device, DTYPE_BYTES[dtype]),
+    )
+    why["num_blocks"] = sizing.reason
+
+    return Plan(
+        config=config,
+        catalog=catalog,
+        source=source,
+        device=device,
+        threads=threads,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        facts=facts,
+        limits=limits,
+        block_size=block_size,
+        groups=groups,
+        layouts=tuple(layouts[group.spec] for group in groups),
+        sizing=sizing,
+        model=model,
+        quantizer=quantizer,
+        attention=attention,
+        allocator=catalog.resolve(
+            "allocator", needs("allocator", groups=groups, prefix_caching=config.enable_prefix_caching), config.allocator
+        ),
+        scheduler=catalog.resolve(
+            "scheduler",
+            needs("scheduler", policy=config.scheduling_policy, chunked_prefill=config.enable_chunked_prefill),
+            config.scheduler,
+        ),
+        executor=catalog.resolve("executor", needs("executor", devices=1), config.executor),
+        operators=catalog.resolve_operators(needs("operators", architecture=architecture, hidden_size=facts.hidden_size)),
+        why=why,
+    )
+
+
+def attention_facts(facts: ModelFacts, kv_dtype: str, block_size: int | None) -> dict[str, Any]:
+    """Needs.facts of an attention backend: the layers, and what they have in common, spelt out."""
+    layers = facts.layers
+    return {
+        "layers": layers,
+        "kv_specs": facts.kv_specs,
+        "kv_dtype": kv_dtype,
+        "block_size": block_size,
+        "head_dims": tuple(sorted({layer.k_dim for layer in layers} | {layer.v_dim for layer in layers})),
+        "num_heads": max(layer.num_heads for layer in layers),
+        "num_kv_heads": max(layer.num_kv_heads for layer in layers),
+        "windows": tuple(sorted({layer.window for layer in layers if layer.window is not None})),
+        "softcap": max(layer.softcap for layer in layers),
+        "sinks": any(layer.sinks is not None for layer in layers),
+    }
+
+
+def _check_format(config: EngineConfig, source: ModelSource) -> None:
+    wrong = {"gguf": "folder", "safetensors": "gguf"}.get(config.load_format)
+    if source.kind == wrong:
+        what = "a GGUF file" if source.kind == "gguf" else "a folder of safetensors"
+        raise ConfigError(f"--load-format {config.load_format}: {source.path} is {what}; use --load-format auto")
+
+
+def _architecture(source: ModelSource) -> str:
+    names = source.config.get("architectures") or []
+    if not names or not isinstance(names[0], str):
+        raise LoadError(
+            f"{source.path}: its config names no architecture (key `architectures`), so no model adapter can be chosen"
+        )
+    return names[0]
+
+
+def _dtype(asked: str, source: ModelSource, device: Device) -> tuple[str, str]:
+    """(torch dtype name, why): the one asked for, or the checkpoint's."""
+    name, reason = DTYPES.get(asked, asked), "named in the configuration"
+    if asked == "auto" and source.kind == "gguf":
+        units = sorted(BF16_UNITS & device.features)
+        if device.type == "cpu":
+            name = "bfloat16" if units else "float32"
+            reason = (
+                f"the file is GGUF and this CPU has {units[0]}"
+                if units
+                else "the file is GGUF and this CPU has no bfloat16 units"
+            )
+        else:
+            name = "bfloat16" if "bf16" in device.features else "float16"
+            reason = f"the file is GGUF and {device.name} {'has' if name == 'bfloat16' else 'lacks'} bfloat16"
+    elif asked == "auto":
+        given = source.config.get("dtype") or source.config.get("torch_dtype")
+        name = str(given).removeprefix("torch.") if given else "float32"
+        reason = "the checkpoint's" if given else "the checkpoint names no dtype, which stands for float32"
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"the checkpoint's dtype {name!r} is none that Octavo computes in; choose one with --dtype")
+    if name == "bfloat16" and device.type == "cuda" and "bf16" not in device.features:
+        raise ConfigError(
+            f"{device.name} (capability {device.capability}) cannot compute in bfloat16 ({reason}); use --dtype float16"
+        )
+    if name == "bfloat16" and device.type == "cpu" and not BF16_UNITS & device.features:
+        reason += "; this CPU has no bfloat16 units, --dtype float32 may be faster"
+    return name, reason
+
+
+def _kv_dtype(asked: str, dtype: str) -> tuple[str, str]:
+    if asked == "auto":
+        return dtype, "the model's"
+    try:
+        return KV_DTYPES[asked], "named in the configuration"
+    except KeyError:
+        raise ConfigError(f"--kv-cache-dtype {asked}: must be auto or one of {', '.join(KV_DTYPES)}") from None
+
+
+def _limits(config: EngineConfig, facts: ModelFacts, device: Device, why: dict[str, str]) -> Limits:
+    """The limits, checked against the model's and each other; `why` gets their reasons."""
+    longest = facts.max_position
+    length = config.max_model_len or longest
+    if length < 1:
+        raise ConfigError("the checkpoint names no longest context (max_position_embeddings); give --max-model-len")
+    if longest and length > longest:
+        raise ConfigError(
+            f"--max-model-len {length} is more than the {longest} tokens that the model's positions reach "
+            "(max_position_embeddings with its RoPE scaling)"
+        )
+    why["max_model_len"] = "named in the configuration" if config.max_model_len else "the model's"
+    default = BATCHED_TOKENS[device.type]
+    batched = config.max_num_batched_tokens or default
+    why["max_num_batched_tokens"] = (
+        "named in the configuration" if config.max_num_batched_tokens else f"default of a {device.type}"
+    )
+    if not config.enable_chunked_prefill and batched < length:
+        if config.max_num_batched_tokens:
+            raise ConfigError(
+                f"--max-num-batched-tokens {batched} without chunked prefill could never run a prompt of --max-model-len {length} tokens: "
+                f"raise it to {length}, lower --max-model-len, or leave out --no-enable-chunked-prefill"
+            )
+        batched, why["max_num_batched_tokens"] = length, "a whole prompt, since chunked prefill is off"
+    why["max_num_seqs"] = "as configured"
+    return Limits(config.max_num_seqs, batched, length)
+
+
+def _quantizer(config: EngineConfig, catalog: Catalog, source: ModelSource, architecture: str, needs: Any) -> Decision:
+    """The quantizer of the checkpoint's method. --quantization names the provider, or the method to apply
+    to plain weights; one that contradicts the checkpoint is refused by that provider."""
+    settings = source.quantization_config or {}
+    stored = str(settings.get("quant_method", ""))
+    asked = config.quantization
+    method = stored or ("" if asked in (None, "none") else asked)
+    named = asked if asked in catalog.names("quantizer") else "auto"
+    if asked and named == "auto" and stored and asked != stored:
+        raise ConfigError(f"--quantization {asked}: the checkpoint's weights are in the format {stored!r}; leave the flag out")
+    return catalog.resolve("quantizer", needs("quantizer", method=method, config=settings, architecture=architecture), named)
+
+
+def _block_size(asked: int | None, recommended: Mapping[str, Any], attention: Decision) -> tuple[int, str]:
+    """(tokens per block, why): the one asked for; else the model's recommendation where the backend takes
+    it, else the backend's first."""
+    if asked is not None:
+        return asked, "named in the configuration"
+    liked: Sequence[int] = tuple(attention.accept.preferences.get("block_sizes", ()))
+    advice = recommended.get("block_size")
+    if advice and (not liked or advice in liked):
+        return int(advice), f"the model adapter recommends it and attention {attention.name!r} takes it"
+    if liked:
+        note = f" (the model adapter recommends {advice}, which it does not take)" if advice else ""
+        return int(liked[0]), f"attention {attention.name!r} likes it best{note}"
+    return DEFAULT_BLOCK_SIZE, f"neither the model adapter nor attention {attention.name!r} has a preference"

@@ -1,0 +1,146 @@
+"""How many KV blocks: arithmetic over bytes and tokens, with the reason for the number.
+
+Owns no memory and measures none: it is handed what is free. An error names the numbers it was
+computed from and the value that would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.cache.geometry import sequence_blocks
+from octavo.catalog import Device
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.interfaces import KVGroup, Limits, ModelFacts
+
+CPU_CONTEXTS = 1.25
+"""Default pool of a CPU, in full contexts: one request may always run to the end, and short ones share the rest."""
+
+CUDA_FIXED_BYTES = 512 << 20
+"""CUDA context, library workspaces and captured graphs, roughly, on any GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The pool's size. block_bytes: one block in every layer of its group. blocks_per_context: what one
+    sequence of max_model_len tokens holds at most. hard: requests that do not fit now are refused."""
+
+    num_blocks: int
+    block_bytes: int
+    blocks_per_context: int
+    weight_bytes: int
+    workspace_bytes: int
+    hard: bool
+    reason: str
+
+    @property
+    def bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def contexts(self) -> float:
+        """Full contexts that the pool holds: the maximum concurrency of requests that use all of theirs."""
+        return self.num_blocks / self.blocks_per_context
+
+
+def block_bytes(groups: Sequence[KVGroup]) -> int:
+    """Bytes of one pool block: a page in each layer of a group (groups have equal pages and layer counts)."""
+    return max(group.page_bytes * len(group.layers) for group in groups)
+
+
+def workspace_bytes(facts: ModelFacts, config: Mapping[str, Any], limits: Limits, device: Device, dtype_bytes: int) -> int:
+    """An estimate of what a step needs besides weights and cache: activations of the largest batch, and
+    float32 logits of every sequence three times over (logits, sorted or masked copy, probabilities)."""
+    intermediate = int(config.get("intermediate_size") or 4 * facts.hidden_size)
+    activations = limits.max_num_batched_tokens * (6 * facts.hidden_size + 3 * intermediate) * dtype_bytes
+    logits = 3 * min(limits.max_num_seqs, limits.max_num_batched_tokens) * facts.vocab_size * 4
+    return activations + logits + (CUDA_FIXED_BYTES if device.type == "cuda" else 0)
+
+
+def size_pool(
+    config: EngineConfig, device: Device, groups: Sequence[KVGroup], limits: Limits, *, weight_bytes: int, workspace: int
+) -> Sizing:
+    """The number of blocks, by the first of: an explicit count, explicit bytes, the device's default.
+
+    ConfigError if two are given, if the pool does not fit in memory, or if the default or the bytes do
+    not hold one sequence of max_model_len. An explicit count may hold less: longer requests are then refused.
+    """
+    given = [n for n in ("num_gpu_blocks", "num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(config, n) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(_flag(n) for n in given)} both size the KV cache; give one of them")
+    each = block_bytes(groups)
+    context = sequence_blocks(groups, limits.max_model_len, limits.max_num_batched_tokens)
+    room = device.free_memory - weight_bytes - workspace
+    count = config.num_gpu_blocks or config.num_gpu_blocks_override
+    if count is not None:
+        reason = f"{_flag(given[0])} {count}" + (
+            "" if count >= context else f"; less than the {context} of one full context: longer requests are refused"
+        )
+        budget = count * each
+    elif config.kv_cache_memory_bytes is not None:
+        budget = config.kv_cache_memory_bytes
+        reason = f"--kv-cache-memory-bytes {size_text(budget)} / {size_text(each)} a block"
+        _check_context(budget // each, context, groups, limits, f"--kv-cache-memory-bytes {size_text(budget)}")
+    elif device.type == "cpu":
+        budget = int(-(-context * CPU_CONTEXTS // 1)) * each
+        reason = f"default of a CPU: {CPU_CONTEXTS:g} contexts of {limits.max_model_len} tokens"
+    else:
+        share = int(config.gpu_memory_utilization * device.memory)
+        held = device.memory - device.free_memory
+        budget = share - held - weight_bytes - workspace
+        reason = (
+            f"{config.gpu_memory_utilization:g} of {size_text(device.memory)}, less {size_text(held)} held by other processes, "
+            f"{size_text(weight_bytes)} of weights and {size_text(workspace)} of workspace"
+        )
+        _check_context(max(budget, 0) // each, context, groups, limits, f"what is left of GPU memory ({reason})")
+    if budget > room:
+        room = max(room, 0)
+        advice = _advice(_longest(groups, int(room // each / CPU_CONTEXTS), limits))
+        if given and room >= each:
+            advice = f"{_flag(given[0])} {room if given[0] == 'kv_cache_memory_bytes' else room // each} would fit"
+        raise ConfigError(
+            f"the KV cache needs {size_text(budget)} ({reason}), but {device.type} has {size_text(room)} for it: {size_text(device.free_memory)} "
+            f"free, less {size_text(weight_bytes)} of weights and {size_text(workspace)} of workspace. {advice}"
+        )
+    return Sizing(budget // each, each, context, weight_bytes, workspace, config.num_gpu_blocks is not None, reason)
+
+
+def _check_context(blocks: int, context: int, groups: Sequence[KVGroup], limits: Limits, what: str) -> None:
+    if blocks < context:
+        raise ConfigError(
+            f"one sequence of {limits.max_model_len} tokens needs {context} KV blocks, but {what} holds {blocks}. "
+            + _advice(_longest(groups, blocks, limits))
+        )
+
+
+def _longest(groups: Sequence[KVGroup], blocks: int, limits: Limits) -> int:
+    """The most tokens of one sequence that `blocks` hold."""
+    low, high = 0, limits.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sequence_blocks(groups, middle, limits.max_num_batched_tokens) <= blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _advice(fits: int) -> str:
+    return f"--max-model-len {fits} would fit" if fits else "Not even one token would fit: free memory, or use a smaller model"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def size_text(count: int) -> str:
+    """Bytes for people: 1.5 GiB."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
