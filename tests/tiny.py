@@ -32,7 +32,31 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-WORDS = "the and that with for you was are not this have from one all out Paris France hello world model token page cache".split()
+WORDS = [
+    "the",
+    "and",
+    "that",
+    "with",
+    "for",
+    "you",
+    "was",
+    "are",
+    "not",
+    "this",
+    "have",
+    "from",
+    "one",
+    "all",
+    "out",
+    "Paris",
+    "France",
+    "hello",
+    "world",
+    "model",
+    "token",
+    "page",
+    "cache",
+]
 
 
 def tiny_tokenizer(*, add_bos: bool = True) -> Tokenizer:
