@@ -108,6 +108,9 @@ class ServerConfig(_Config):
     ssl_certfile: str | None = _field(None, "TLS certificate file.", group="server")
     ssl_ca_certs: str | None = _field(None, "CA file: client certificates are required.", group="server")
     max_body_bytes: int = _field(8 << 20, "Largest request body.", group="server", ge=1024)
+    min_priority: int = _field(
+        0, "Most urgent priority that clients may ask for (lower runs first); for --scheduling-policy priority.", group="server"
+    )
     shutdown_timeout: float = _field(30.0, "Seconds that running requests get to finish after SIGTERM.", group="server", ge=0)
     log_level: Literal["debug", "info", "warning", "error"] = _field("info", "How much to log.", group="server")
     disable_log_requests: bool = _field(False, "No line per request.", group="server")

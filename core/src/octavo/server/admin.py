@@ -1,0 +1,41 @@
+"""The /admin routes: what runs, what was loaded, and why it was chosen. Guarded by admin keys.
+
+Owns views only. Must never show a key, a prompt, or anything of a client's request.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Depends
+
+import octavo
+from octavo.server.service import Service, service
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+
+
+@router.get("/plugins")
+async def plugins(state: Service = Depends(service)) -> dict[str, Any]:
+    """Every provider with its state, and every decision of the engine's build with its reasons."""
+    llm = state.llm
+    return {"providers": llm.inventory, "decisions": llm.explain}
+
+
+@router.get("/status")
+async def status(state: Service = Depends(service)) -> dict[str, Any]:
+    """The engine's state: what it serves, its limits, its load, how long it has been up."""
+    llm = state.llm
+    return {
+        "version": octavo.__version__,
+        "models": state.names,
+        "uptime_seconds": round(time.time() - state.started, 1),
+        "alive": llm.alive,
+        "draining": llm.draining,
+        "dead_reason": llm.dead_reason,
+        "http_requests_in_flight": state.metrics.in_flight,
+        "engine": {**msgspec.to_builtins(llm.info), "eos_token_ids": list(llm.info.eos_token_ids)},
+        "stats": {field: getattr(llm.stats, field) for field in llm.stats.__struct_fields__},
+    }

@@ -1,0 +1,128 @@
+"""The application: routes, the layers around them, and the one place where exceptions become answers.
+
+Owns the order of the layers, outermost first: the envelope (every fault becomes our error shape, every
+answer is counted and carries a request id), CORS where it was asked for, the guard, the router. Must
+never contain a route's logic.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import octavo
+from octavo.config import ServerConfig
+from octavo.engine.async_llm import AsyncLLM
+from octavo.errors import OctavoError
+from octavo.server import admin, completions, native
+from octavo.server.auth import Guard
+from octavo.server.clients import ClientGone
+from octavo.server.errors import to_api_error
+from octavo.server.limits import MAX_REQUEST_ID, EarlyAnswer
+from octavo.server.records import new_id
+from octavo.server.service import Service
+
+_ECHOED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
+
+
+def create_app(llm: AsyncLLM | None, config: ServerConfig, names: Sequence[str]) -> FastAPI:
+    """The server's application for the engine `llm`, which clients know by `names` (the first is the main one).
+
+    llm may be None: everything answers 503 until `app.state.service.attach(llm)`. Raises ConfigError
+    for unusable keys.
+    """
+    service = Service(config, names)
+    if llm is not None:
+        service.attach(llm)
+    app = FastAPI(
+        title="Octavo",
+        version=octavo.__version__,
+        redirect_slashes=False,
+        exception_handlers={
+            HTTPException: _answer,
+            OctavoError: _answer,
+            RequestValidationError: _answer,
+            ClientGone: _nobody,
+            ClientDisconnect: _nobody,
+        },
+    )
+    app.state.service = service
+    for router in (native.router, completions.router, admin.router):
+        app.include_router(router)
+    app.add_middleware(Guard, api_keys=config.api_key, admin_keys=config.admin_api_key)
+    Guard(app, config.api_key, config.admin_api_key)  # Starlette builds its layers later: bad keys must stop the start
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    app.add_middleware(Envelope, service=service)
+    return app
+
+
+async def _answer(request: Request, exc: Exception) -> Response:
+    error = to_api_error(exc, request.scope.get("octavo.request_id", ""))
+    return EarlyAnswer(error) if error.status == 413 else error.response()
+
+
+async def _nobody(request: Request, exc: Exception) -> Response:
+    return Response(status_code=499)  # for the count of answers; the socket is gone
+
+
+class Envelope:
+    """The outermost layer: an id on every answer, a count of it, and no exception past this point."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        own_id = scope["octavo.request_id"] = new_id()
+        shown = (_client_id(scope) or own_id).encode()
+        status = 0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", shown)]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, tagged)
+        except Exception as exc:
+            error = to_api_error(exc, own_id)
+            if status:
+                raise  # the answer has begun: the connection is cut, which the client sees
+            await error.response()(scope, receive, tagged)
+        finally:
+            self._count(scope, status)
+
+    def _count(self, scope: dict[str, Any] | Scope, status: int) -> None:
+        if self._service.loaded:
+            route = getattr(scope.get("route"), "path", "other")  # the route's pattern, never the client's path
+            self._service.metrics.http[(route, str(status))] += 1
+
+
+def _client_id(scope: Scope) -> str | None:
+    """The client's X-Request-Id, if it is short and printable; only ever echoed."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            return text if _ECHOED.fullmatch(text) else None
+    return None
+
+

@@ -1,0 +1,113 @@
+"""The client at the other end: whether it is still there, and the answers that stream to it.
+
+Owns the watch over disconnects, for plain and for streaming answers, and the frames of server-sent
+events. FastAPI cancels only streaming bodies, so nothing here relies on it. Must never leave a
+generation running for a client that has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.server.errors import to_api_error
+from octavo.server.records import Record
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+CLOSE_EXTENSION = "octavo.close"
+_encode = msgspec.json.Encoder().encode
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the answer began; there is nobody to tell."""
+
+
+class Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has disconnected. Only after the body has been read to its end."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled (and ClientGone raised) as soon as the client goes away."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        await _end(task, watch)
+
+
+def frame(chunk: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(chunk) + b"\n\n"
+
+
+class EventStream(Response):
+    """A stream of server-sent events that ends in one of three ways.
+
+    Success: `[DONE]` after the last chunk. An error: one error event, no `[DONE]`, and the connection
+    is closed, so that no client can take the stream for a complete one. The client goes away: `source`
+    is closed at once, which aborts the generation. `frames` yields bytes, any number of events a piece.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncIterator[bytes], source: Closable, record: Record) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._frames, self._source, self._record = frames, source, record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer, watch = asyncio.ensure_future(self._write(scope, send)), asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({writer, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+            else:
+                self._record.outcome = "disconnected"
+        except asyncio.CancelledError:
+            self._record.outcome = "aborted"
+            raise
+        finally:
+            await _end(writer, watch)
+            await self._source.close()
+            self._record.close()
+
+    async def _write(self, scope: Scope, send: Send) -> None:
+        async def body(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for data in self._frames:
+                await body(data)
+        except Exception as exc:
+            error = to_api_error(exc, self._record.id)
+            self._record.outcome = error.code or "error"
+            close: Callable[[], None] | None = scope.get("extensions", {}).get(CLOSE_EXTENSION)
+            if close is not None:
+                close()
+            await body(error.event(), more=False)
+        else:
+            await body(DONE, more=False)

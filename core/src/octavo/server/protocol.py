@@ -1,0 +1,337 @@
+"""What clients may send: one model per endpoint, the only table of field names, types and meanings.
+
+Owns the request bodies. Ranges of sampling parameters are not repeated here: `SamplingParams` and
+`check_request` check them, and `params` maps their names back to the client's. Must never accept a
+field without honouring it: those we cannot honour are in a model's `unsupported` table.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import FailFast, Field
+
+from octavo.errors import RequestError
+from octavo.request import SamplingParams
+from octavo.server.errors import ApiError
+from octavo.server.limits import MAX_LOGIT_BIAS, MAX_MESSAGES
+from octavo.server.wire import Wire
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+_NO_TOOLS = "this server has no tool calling yet; remove the field"
+
+
+class StreamOptions(Wire):
+    """include_usage: one last chunk with `usage`. continuous_usage_stats: running usage on every chunk."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {"include_obfuscation": ((False,), "chunks are not padded")}
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(Wire):
+    """The sampling fields that every generating endpoint has, under OpenAI's and vLLM's names."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | Annotated[list[str], FailFast()] | None = None
+    stop_token_ids: Annotated[list[int], FailFast()] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    stream: bool | None = None
+
+    def params(self, **over: Any) -> SamplingParams:
+        """The SamplingParams of this body; `over` replaces or adds fields. Raises RequestError."""
+        values = {name: getattr(self, name) for name in _PARAMS if getattr(self, name, None) is not None}
+        values["max_tokens"] = self.max_tokens
+        if self.logit_bias is not None:
+            values["logit_bias"] = _bias(self.logit_bias)
+        values.update(over)
+        return SamplingParams(**values)
+
+
+_PARAMS = [
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+    "prompt_logprobs",
+]  # fmt: skip
+
+
+def _bias(raw: dict[str, Any]) -> dict[int, float]:
+    """JSON keys are strings; a token id is a plain decimal number."""
+    if len(raw) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias: at most {MAX_LOGIT_BIAS} entries, got {len(raw)}", param="logit_bias", code="invalid_value")
+    bias = {}
+    for key, value in raw.items():
+        if not (key.isascii() and key.lstrip("-").isdecimal() and len(key) <= 20):
+            raise RequestError(f"logit_bias: keys must be token ids, got {key!r:.40}", param="logit_bias", code="invalid_value")
+        bias[int(key)] = value
+    return bias
+
+
+class _OpenAI(Sampling):
+    """Fields of both OpenAI endpoints that are not about sampling.
+
+    `user`, `safety_identifier` and `prompt_cache_key` identify the end user or hint at caching; they
+    change no output, and the prefix cache needs no hint.
+    """
+
+    model: str | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    n: int | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: only allowed with stream = true", param="stream_options", code="invalid_value")
+
+
+class CompletionRequest(_OpenAI):
+    """POST /v1/completions. prompt: a string, a list of strings, a list of token ids, or a list of those."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "suffix": (("",), "no model here inserts text; remove the field"),
+        "use_beam_search": ((False,), "there is no beam search"),
+        "truncate_prompt_tokens": ((), "prompts are never cut; shorten it yourself"),
+        "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be honoured"),
+    }  # fmt: skip
+
+    prompt: Any
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+    def to_params(self) -> SamplingParams:
+        """max_tokens is None where the client left it out. max_tokens 0 (with echo) becomes 1: see `prompt_only`."""
+        self.check_stream()
+        if self.stream and (self.best_of or 0) > (self.n or 1):
+            raise ApiError(400, "best_of: streaming cannot pick the best afterwards; use best_of = n", param="best_of", code="invalid_value")
+        over: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            over["prompt_logprobs"] = self.logprobs
+        if self.prompt_only:
+            over["max_tokens"] = 1
+        return self.params(**over)
+
+    @property
+    def prompt_only(self) -> bool:
+        """max_tokens 0 with echo asks for the prompt and its logprobs alone."""
+        return self.max_tokens == 0 and bool(self.echo)
+
+
+class Message(Wire):
+    """One chat message. content is a string, a list of text parts, or null for an assistant's tool calls."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "function_call": ((), "use tool_calls"),
+        "audio": ((), "there is no audio"),
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Any = None
+    name: str | None = Field(None, max_length=64)
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+
+    def to_template(self, index: int) -> dict[str, Any]:
+        """The message as a chat template sees it; text parts become one string. Raises ApiError."""
+        where = f"messages[{index}]"
+        message: dict[str, Any] = {"role": self.role, "content": self._text(where)}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+    def _text(self, where: str) -> str:
+        where += ".content"
+        if self.content is None:
+            if self.role == "assistant" and (self.tool_calls or self.refusal):
+                return self.refusal or ""
+            raise ApiError(400, f"{where}: text is needed for role {self.role!r}", param=where, code="invalid_value")
+        if isinstance(self.content, str):
+            return self.content
+        if not isinstance(self.content, list) or not self.content:
+            raise ApiError(400, f"{where}: must be a string or a list of text parts", param=where, code="invalid_value")
+        return "\n".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(self.content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise ApiError(400, f'{where}: must be {{"type": "text", "text": ...}}', param=where, code="invalid_value")
+    kind = part["type"]
+    if kind not in ("text", "input_text", "output_text"):
+        raise ApiError(
+            400, f"{where}.type: {kind[:40]!r} is not supported: this model reads text", param=f"{where}.type", code="unsupported"
+        )
+    if not isinstance(part.get("text"), str) or len(part) != 2:
+        raise ApiError(400, f"{where}: a text part has `type` and `text` and nothing else", param=where, code="invalid_value")
+    text: str = part["text"]
+    return text
+
+
+class _Chat(Wire):
+    """The fields that decide how messages become a prompt."""
+
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        return [message.to_template(i) for i, message in enumerate(self.messages)]
+
+
+class ChatRequest(_Chat, _OpenAI):
+    """POST /v1/chat/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "tools": (([],), _NO_TOOLS),
+        "tool_choice": (("none", "auto"), _NO_TOOLS),
+        "parallel_tool_calls": ((True, False), _NO_TOOLS),
+        "functions": (([],), _NO_TOOLS),
+        "function_call": (("none", "auto"), _NO_TOOLS),
+        "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be honoured"),
+        "modalities": ((["text"],), "only text can be produced"),
+        "audio": ((), "there is no audio"),
+        "prediction": ((), "there is no predicted output"),
+        "reasoning_effort": (("none",), "this model has no reasoning effort"),
+        "verbosity": (("medium",), "this model has no verbosity"),
+        "service_tier": (("auto", "default"), "there is one tier"),
+        "store": ((False,), "nothing is stored"),
+        "metadata": (({},), "nothing is stored"),
+        "web_search_options": ((), "there is no web search"),
+        "prompt_cache_retention": ((), "the prefix cache decides by itself"),
+        "chat_template": ((), "templates are server configuration (--chat-template)"),
+        "documents": (([],), "there is no retrieval"),
+        "echo": ((False,), "use /v1/completions"),
+        "best_of": ((1,), "use /v1/completions"),
+        "truncate_prompt_tokens": ((), "prompts are never cut; shorten it yourself"),
+        "use_beam_search": ((False,), "there is no beam search"),
+    }  # fmt: skip
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def to_params(self) -> SamplingParams:
+        """Raises ApiError or RequestError, with the chat protocol's own field names."""
+        self.check_stream()
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if self.max_tokens is not None and limit != self.max_tokens:
+            raise ApiError(
+                400,
+                f"max_completion_tokens: {limit} and max_tokens {self.max_tokens} differ; send one",
+                param="max_completion_tokens",
+                code="invalid_value",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs: only allowed with logprobs = true", param="top_logprobs", code="invalid_value")
+        over = {"max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        return self.params(**over)
+
+    def rename(self, param: str | None) -> str | None:
+        """The chat protocol's name of a SamplingParams field, for errors."""
+        if param == "logprobs":
+            return "top_logprobs"
+        if param == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if param == "prompt" else param
+
+
+class GenerateRequest(Sampling):
+    """POST /generate: one prompt (text or token ids), or a list of them, and sampling fields."""
+
+    prompt: Any
+    model: str | None = None
+    max_new_tokens: int | None = None
+    best_of: int | None = None
+    logprobs: int | None = None
+
+    def to_params(self) -> SamplingParams:
+        if self.max_tokens is not None and self.max_new_tokens not in (None, self.max_tokens):
+            raise ApiError(400, "max_new_tokens and max_tokens differ; send one", param="max_new_tokens", code="invalid_value")
+        limit = self.max_tokens if self.max_tokens is not None else self.max_new_tokens
+        return self.params(max_tokens=limit, logprobs=self.logprobs)
+
+
+class TokenizeRequest(Wire):
+    """POST /tokenize, vLLM's shape: either `prompt` or `messages`."""
+
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "tools": (([],), _NO_TOOLS),
+        "chat_template": ((), "templates are server configuration (--chat-template)"),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Wire):
+    """POST /detokenize, vLLM's shape."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast()]
+
+
+def prompts(value: Any) -> list[str | list[int]]:
+    """The prompts of a completion body: text, token ids, or a list of either. Raises ApiError with param "prompt"."""
+
+    def bad(message: str) -> ApiError:
+        return ApiError(400, f"prompt: {message}", param="prompt", code="invalid_value")
+
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise bad("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    if not value:
+        raise bad("the list is empty")
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return [value]
+    if kinds == {str}:
+        return list(value)
+    if kinds != {list}:
+        raise bad("strings and token ids cannot be mixed, and token ids are integers")
+    for i, ids in enumerate(value):
+        if not ids:
+            raise bad(f"prompt {i} is an empty list; at least one token id is needed")
+        if set(map(type, ids)) != {int}:
+            raise bad(f"prompt {i} must be a list of integer token ids")
+    return list(value)
