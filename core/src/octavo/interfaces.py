@@ -96,13 +96,17 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorParts:
-    """What an allocator is built from. num_blocks is the pool's size; max_rows the state table's."""
+    """What an allocator is built from. num_blocks is the pool's size; max_rows the state table's.
+
+    max_step_tokens: most tokens that one step adds to one row (max_num_batched_tokens); `fits` needs
+    it to bound what a window group holds. 0: unknown, a step may be as long as the sequence."""
 
     groups: tuple[KVGroup, ...]
     num_blocks: int
     max_rows: int
     max_model_len: int
     prefix_caching: bool = True
+    max_step_tokens: int = 0
 
 
 class Allocator(Protocol):

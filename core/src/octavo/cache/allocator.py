@@ -1,0 +1,452 @@
+"""Block bookkeeping: which blocks each row holds, in every KV group, and which prefixes can be shared.
+
+`BlockAllocator` is core's `octavo.interfaces.Allocator`. It owns ids, never tensors, and never
+waits for the device: a released block is at once reusable because whatever reuses it is submitted
+later to the same stream. Three parts do the work: `blocks.Blocks` (physical blocks),
+`table.GroupTable` (one block table per KV group) and `prefix.PrefixIndex` (content to block).
+
+All groups draw from one pool. Per-row bounds, int32 [max_rows], keep the common step short: a
+decode step where nothing is due compares them and returns.
+
+    capacity   tokens that the held blocks of every group can take
+    writable   from here on, every held block is the row's alone and unpublished
+    surplus    a step that computes no more than this leaves blocks over
+    due        computed and known up to here, there is a block to publish
+    trimmable  a query at this position no longer sees the first held block of some window group
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from octavo.cache.blocks import Blocks
+from octavo.cache.geometry import sequence_blocks
+from octavo.cache.prefix import Lineage, PrefixIndex
+from octavo.cache.table import GroupTable
+from octavo.errors import ConfigError
+from octavo.interfaces import AllocatorParts, Usage
+from octavo.request import TableUpdate
+
+NEVER = np.iinfo(np.int32).max
+
+Copies = tuple[tuple[int, np.ndarray, np.ndarray], ...]
+
+
+class BlockAllocator:
+    """The allocator of `octavo.interfaces`; its docstrings are the contract of every method here.
+
+    Additions to the contract, kept here so that nobody has to guess:
+
+    - Rows of one call are distinct. A row that was never admitted holds nothing.
+    - A hit ends at a multiple of every group's block size. A window group needs only the blocks of
+      the window - 1 tokens before that point; the columns before them stay -1.
+    - Copies of one `drain` are applied in the order given, whole entry after whole entry: a block may
+      be a source in one entry and a target in a later one. Within an entry sources and targets are disjoint.
+    - `release` publishes what the row computed and knows before it lets go.
+    - After `reset`, the rows that were running publish nothing any more.
+
+    prefix_queries and prefix_hits count the tokens that `admit` looked up and found.
+    """
+
+    def __init__(self, options: Any, parts: AllocatorParts) -> None:
+        _check_parts(parts)
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._groups = parts.groups
+        self._max_step_tokens = parts.max_step_tokens
+        self._prefix_caching = parts.prefix_caching
+        self._index = PrefixIndex(parts.num_blocks)
+        self._blocks = Blocks(parts.num_blocks, self._index.remove)
+        self._tables = tuple(GroupTable(group, parts.max_rows, parts.max_model_len) for group in parts.groups)
+        self._views = tuple(_read_only(table.array) for table in self._tables)
+        self._full = tuple(t for t in self._tables if t.window is None)
+        self._windowed = tuple(t for t in self._tables if t.window is not None)
+        self._sizes = tuple(sorted({t.block_size for t in self._tables}))
+        self._stride = math.lcm(*self._sizes)
+        self._limit = parts.max_model_len
+        self._copies: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._lineages: list[Lineage | None] = [None] * parts.max_rows
+        self._active = np.zeros(parts.max_rows, np.bool_)
+        self._known, self._computed, self._capacity, self._writable = (np.zeros(parts.max_rows, np.int32) for _ in range(4))
+        self._surplus = np.full(parts.max_rows, -1, np.int32)
+        self._due = np.full(parts.max_rows, NEVER, np.int32)
+        self._trimmable = np.full(parts.max_rows, NEVER, np.int32)
+
+    # ------------------------------------------------------------ a row's life
+
+    def admit(self, row: int, tokens: np.ndarray, domain: str, salt: str = "", *, reuse: bool = True) -> int:
+        if self._active[row]:
+            raise ValueError(f"row {row} holds a sequence of {self._known[row]} tokens: release it before admitting another")
+        known = len(tokens)
+        if known > self._limit:
+            raise ValueError(f"row {row}: {known} tokens are more than max_model_len {self._limit}")
+        self._active[row] = True
+        self._known[row] = known
+        hit = 0
+        if self._prefix_caching:
+            lineage = self._lineages[row] = Lineage(tokens, domain, salt, self._sizes)
+            if reuse:
+                hit = self._attach(row, lineage, known)
+                self.prefix_queries += known
+                self.prefix_hits += hit
+        self._computed[row] = self._writable[row] = hit
+        rows = np.array([row])
+        self._bound(rows)
+        self._expect(rows)
+        return hit
+
+    def extend(self, row: int, tokens: np.ndarray) -> None:
+        if not self._active[row]:
+            raise ValueError(f"row {row} is empty: only an admitted row can learn tokens")
+        self._known[row] += len(tokens)
+        lineage = self._lineages[row]
+        if lineage is not None:
+            lineage.extend(tokens)
+
+    def fork(self, parent: int, child: int) -> None:
+        if not self._active[parent] or self._active[child]:
+            raise ValueError(f"fork {parent} -> {child}: the parent must hold a sequence and the child must be empty")
+        self._active[child] = True
+        lineage = self._lineages[parent]
+        self._lineages[child] = None if lineage is None else lineage.copy()
+        rows = np.array([parent])
+        for table in self._tables:
+            for counts in (table.first, table.held, table.published):
+                counts[child] = counts[parent]
+            source = table.span(rows, table.first[rows], table.held[rows])
+            blocks = table.flat[source]
+            table.assign(source + (child - parent) * table.columns, blocks)
+            self._blocks.hold(blocks)
+        for bound in (self._known, self._computed, self._capacity, self._surplus, self._due, self._trimmable):
+            bound[child] = bound[parent]
+        self._writable[parent] = self._writable[child] = max(t.held[parent] * t.block_size for t in self._tables)
+
+    def release(self, rows: np.ndarray) -> None:
+        rows = np.asarray(rows, np.intp)
+        rows = np.unique(rows[self._active[rows]])
+        if not rows.size:
+            return
+        self._publish(rows)
+        self._let_go([(table, rows, table.first[rows], table.held[rows]) for table in self._tables])
+        for table in self._tables:
+            table.first[rows] = table.held[rows] = table.published[rows] = 0
+        for bound in (self._known, self._computed, self._capacity, self._writable):
+            bound[rows] = 0
+        self._surplus[rows] = -1
+        self._due[rows] = self._trimmable[rows] = NEVER
+        self._active[rows] = False
+        for row in rows.tolist():
+            self._lineages[row] = None
+
+    # ------------------------------------------------------------ a step
+
+    def reserve(self, rows: np.ndarray, start: np.ndarray, upto: np.ndarray) -> bool:
+        rows = np.asarray(rows, np.intp)
+        todo = ((upto > self._capacity[rows]) | (start < self._writable[rows])).nonzero()[0]
+        if not todo.size:
+            return True
+        rows, start, upto = rows[todo], np.asarray(start)[todo], np.asarray(upto)[todo]
+        todo = (upto > start).nonzero()[0]
+        if todo.size < rows.size:
+            rows, start, upto = rows[todo], start[todo], upto[todo]
+        return not todo.size or self._reserve(rows, start, upto)
+
+    def commit(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        rows = np.asarray(rows, np.intp)
+        self._computed[rows] = computed
+        todo = (computed <= self._surplus[rows]).nonzero()[0]
+        if todo.size:
+            some, length = rows[todo], np.asarray(computed)[todo]
+            spans = []
+            for table in self._tables:
+                held = table.held[some]
+                keep = np.minimum(held, np.maximum(table.first[some], -(-length // table.block_size)))
+                spans.append((table, some, keep, held))
+                table.held[some] = keep
+            self._let_go(spans)
+            self._bound(some)
+        self._publish(rows)
+
+    def trim(self, rows: np.ndarray, position: np.ndarray) -> None:
+        if not self._windowed:
+            return
+        rows = np.asarray(rows, np.intp)
+        todo = (position >= self._trimmable[rows]).nonzero()[0]
+        if not todo.size:
+            return
+        rows, position = rows[todo], np.asarray(position)[todo]
+        spans = []
+        for table in self._windowed:
+            assert table.window is not None
+            first = table.first[rows]
+            visible = np.maximum(first, (position - table.window + 1) // table.block_size)
+            visible = np.minimum(visible, table.held[rows])
+            spans.append((table, rows, first, visible))
+            table.first[rows] = visible
+        self._let_go(spans)
+        self._bound(rows)
+
+    def withdraw(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        rows = np.asarray(rows, np.intp)
+        alive = self._active[rows]
+        rows, computed = rows[alive], np.asarray(computed)[alive]
+        self._computed[rows] = np.minimum(self._computed[rows], computed)
+        for table in self._tables:
+            column = computed // table.block_size
+            held = table.held[rows]
+            blocks = table.flat[table.span(rows, np.minimum(held, np.maximum(table.first[rows], column)), held)]
+            self._unpublish(blocks)
+            table.published[rows] = np.minimum(table.published[rows], column)
+        self._expect(rows)
+
+    # ------------------------------------------------------------ the pool
+
+    def blocks(self, tokens: int) -> int:
+        return sequence_blocks(self._groups, tokens, self._max_step_tokens)
+
+    def fits(self, tokens: int) -> bool:
+        return tokens <= self._limit and self.blocks(tokens) <= self._blocks.total
+
+    def drain(self) -> tuple[tuple[TableUpdate, ...], Copies]:
+        updates = tuple(update for table in self._tables if (update := table.changes()) is not None)
+        copies, self._copies = tuple(self._copies), []
+        return updates, copies
+
+    def table(self, group: int) -> np.ndarray:
+        return self._views[group]
+
+    def usage(self) -> Usage:
+        blocks = self._blocks
+        return Usage(blocks.total, blocks.free, blocks.cached, blocks.total - blocks.free - blocks.cached)
+
+    def reset(self) -> None:
+        cached = self._blocks.oldest()
+        self._blocks.published[self._index.clear()] = False
+        self._blocks.discard(cached)
+        self._lineages = [None] * len(self._lineages)
+        self._due[:] = NEVER
+
+    def check(self) -> None:
+        from octavo.cache.integrity import check
+
+        check(self)
+
+    # ------------------------------------------------------------ how
+
+    def _attach(self, row: int, lineage: Lineage, known: int) -> int:
+        """Give an empty row the longest prefix that every group has; its length."""
+        hit, found = self._match(lineage, known)
+        if hit:
+            for table, blocks in zip(self._tables, found, strict=True):
+                end = hit // table.block_size
+                held = np.array(blocks, np.int32)
+                first = end - held.size
+                table.first[row], table.held[row], table.published[row] = first, end, end
+                table.assign(np.arange(first, end) + row * table.columns, held)
+                self._blocks.hold(held)
+        return hit
+
+    def _match(self, lineage: Lineage, known: int) -> tuple[int, list[list[int]]]:
+        """The longest hit in tokens, never the last of `known`, and per group the blocks that it needs.
+
+        Full groups bound it from the left: a run of blocks from the start. Window groups are then
+        read from the right, and each miss moves the end to before the missing block, until all agree.
+        """
+        stride, index = self._stride, self._index
+        hit = max(0, known - 1) // stride * stride
+        runs: dict[int, list[int]] = {}
+        for table in self._full:
+            run = runs[table.group] = index.match(lineage, table.group, table.block_size, hit // table.block_size)
+            hit = len(run) * table.block_size // stride * stride
+        looked_up: dict[tuple[int, int], int] = {}
+        settled = not self._windowed
+        while hit and not settled:
+            settled = True
+            for table in self._windowed:
+                assert table.window is not None
+                size = table.block_size
+                for column in range(hit // size - 1, max(0, hit - table.window + 1) // size - 1, -1):
+                    place = (table.group, column)
+                    if place not in looked_up:
+                        looked_up[place] = index.find(lineage, table.group, size, column)
+                    if looked_up[place] < 0:
+                        hit, settled = column * size // stride * stride, False
+                        break
+        found = []
+        for table in self._tables:
+            end = hit // table.block_size
+            if table.window is None:
+                found.append(runs[table.group][:end])
+            else:
+                first = max(0, hit - table.window + 1) // table.block_size
+                found.append([looked_up[table.group, column] for column in range(first, end)])
+        return hit, found
+
+    def _reserve(self, rows: np.ndarray, start: np.ndarray, upto: np.ndarray) -> bool:
+        """`reserve` of rows that need a look: blocks to add, shared blocks to replace, published ones to take over."""
+        if not self._active[rows].all():
+            raise ValueError(f"reserve: rows {rows[~self._active[rows]].tolist()} are empty")
+        if int(upto.max()) > self._limit:
+            raise ValueError(f"reserve: position {int(upto.max())} is past max_model_len {self._limit}")
+        unsafe = (start < self._writable[rows]).nonzero()[0]
+        total, grown, conflicts = 0, [], []
+        for table in self._tables:
+            held = table.held[rows]
+            need = -(-upto // table.block_size)
+            end = np.maximum(held, need)
+            flat = table.span(rows, held, end)
+            grown.append((table, end, flat))
+            total += flat.size
+            if unsafe.size:
+                conflict = _Conflict(table, rows[unsafe], start[unsafe], np.minimum(need, held)[unsafe], self._blocks)
+                conflicts.append(conflict)
+                total += conflict.replaced.size
+        if total > self._blocks.available:
+            return False
+        fresh = self._blocks.take(total)
+        used = 0
+        for table, end, flat in grown:
+            table.assign(flat, fresh[used : used + flat.size])
+            table.held[rows] = end
+            used += flat.size
+        for conflict in conflicts:
+            self._unpublish(conflict.rewritten)
+            targets = fresh[used : used + conflict.replaced.size]
+            used += targets.size
+            if targets.size:
+                sources = conflict.table.flat[conflict.replaced]
+                conflict.table.assign(conflict.replaced, targets)
+                self._blocks.drop(sources)  # each has a holder left, so none becomes idle
+                if conflict.copied.any():
+                    self._copies.append((conflict.table.group, sources[conflict.copied], targets[conflict.copied]))
+        if unsafe.size:
+            self._claim(rows[unsafe], start[unsafe], upto[unsafe])
+        self._bound(rows)
+        return True
+
+    def _claim(self, rows: np.ndarray, start: np.ndarray, upto: np.ndarray) -> None:
+        """These rows will write [start, upto): what they published past start must be published anew, and
+        if that covers all that they hold, they are alone from start on."""
+        self._computed[rows] = np.minimum(self._computed[rows], start)
+        alone = np.ones(rows.size, np.bool_)
+        for table in self._tables:
+            table.published[rows] = np.minimum(table.published[rows], start // table.block_size)
+            alone &= table.held[rows] <= -(-upto // table.block_size)
+        self._writable[rows[alone]] = start[alone]
+        self._expect(rows)
+
+    def _publish(self, rows: np.ndarray) -> None:
+        """Offer the blocks that are computed and whose tokens are known to the index."""
+        ready = np.minimum(self._computed[rows], self._known[rows])
+        for i in (ready >= self._due[rows]).nonzero()[0].tolist():
+            row, upto = int(rows[i]), int(ready[i])
+            lineage = self._lineages[row]
+            assert lineage is not None
+            due, safe = NEVER, int(self._writable[row])
+            for table in self._tables:
+                size = table.block_size
+                first, end = int(table.published[row]), upto // size
+                if end > first:
+                    blocks = table.array[row, first:end].tolist()
+                    done = self._index.publish(lineage, table.group, size, first, blocks)
+                    self._blocks.published[done] = True
+                    table.published[row] = end
+                safe, due = max(safe, end * size), min(due, max(first, end) * size + size)
+            self._writable[row], self._due[row] = safe, due
+
+    def _unpublish(self, blocks: np.ndarray) -> None:
+        """Forget the content of those of these used blocks that are published."""
+        blocks = np.unique(blocks[self._blocks.published[blocks]])
+        if blocks.size:
+            self._index.remove(blocks.tolist())
+            self._blocks.published[blocks] = False
+
+    def _let_go(self, spans: list[tuple[GroupTable, np.ndarray, np.ndarray, np.ndarray]]) -> None:
+        """Empty columns [low, high) of rows, (table, rows, low, high) each, and drop the blocks, the
+        deepest (by position in the sequence) first, so that they are evicted before the heads of their chains."""
+        blocks, depths = [], []
+        for table, rows, low, high in spans:
+            flat = table.span(rows, low, high)[::-1]
+            if flat.size:
+                blocks.append(table.clear(flat))
+                if len(spans) > 1:
+                    depths.append(flat % table.columns * table.block_size)
+        if len(blocks) == 1:
+            self._blocks.drop(blocks[0])
+        elif blocks:
+            order = np.argsort(-np.concatenate(depths), kind="stable")
+            self._blocks.drop(np.concatenate(blocks)[order])
+
+    def _bound(self, rows: np.ndarray) -> None:
+        """Recompute the bounds that follow from the columns held."""
+        table = self._tables[0]
+        taken = table.held[rows] * table.block_size
+        capacity, surplus = taken, taken - table.block_size
+        for table in self._tables[1:]:
+            taken = table.held[rows] * table.block_size
+            capacity, surplus = np.minimum(capacity, taken), np.maximum(surplus, taken - table.block_size)
+        self._capacity[rows], self._surplus[rows] = capacity, surplus
+        if self._windowed:
+            self._trimmable[rows] = np.min(
+                [(t.first[rows] + 1) * t.block_size + (t.window or 0) - 1 for t in self._windowed], axis=0
+            )
+
+    def _expect(self, rows: np.ndarray) -> None:
+        """Recompute `due` from the columns published; rows without a lineage publish nothing."""
+        for row in rows.tolist():
+            if self._lineages[row] is not None:
+                self._due[row] = min((int(t.published[row]) + 1) * t.block_size for t in self._tables)
+
+
+class _Conflict:
+    """Held blocks that rows are about to write in one group, and that are not theirs alone.
+
+    replaced: flat table entries that get a new block, because others keep the old one. copied:
+    bool, same length, whether the old content before the row's start is needed. rewritten: blocks
+    that the row keeps (the last of their holders to write) and whose published content ends.
+    """
+
+    def __init__(self, table: GroupTable, rows: np.ndarray, start: np.ndarray, stop: np.ndarray, blocks: Blocks) -> None:
+        self.table = table
+        low = start // table.block_size
+        count = np.maximum(stop - low, 0)
+        flat = table.span(rows, low, low + count)
+        held = table.flat[flat]
+        if (held < 0).any():
+            row, column = divmod(int(flat[held < 0][0]), table.columns)
+            raise ValueError(f"reserve: row {row} writes column {column} of group {table.group}, which has been trimmed")
+        leaves = blocks.references[held] > 1
+        # Where every holder writes in this very call, the last of them keeps the block.
+        for block in np.unique(held[leaves]).tolist():
+            writers = np.flatnonzero(held == block)
+            if writers.size == blocks.references[block]:
+                leaves[writers[-1]] = False
+        self.replaced = flat[leaves]
+        self.copied = (flat % table.columns * table.block_size < np.repeat(start, count))[leaves]
+        self.rewritten = held[~leaves]
+
+
+def _check_parts(parts: AllocatorParts) -> None:
+    if not parts.groups or parts.num_blocks < 1 or parts.max_rows < 1 or parts.max_model_len < 1:
+        raise ConfigError(
+            f"the allocator needs at least one KV group, block, row and token; got {len(parts.groups)} groups, "
+            f"{parts.num_blocks} blocks, {parts.max_rows} rows, max_model_len {parts.max_model_len}"
+        )
+    for at, group in enumerate(parts.groups):
+        if group.index != at:
+            raise ConfigError(f"KV group {at} has index {group.index}: groups are given in the order of their indices")
+        if group.spec.kind == "state":
+            raise ConfigError(f"KV group {at}: this allocator keeps blocks of tokens, not per-sequence state; choose another")
+        if group.block_size < 1 or (group.spec.kind == "window") != (group.spec.window is not None):
+            raise ConfigError(f"KV group {at}: block size {group.block_size}, kind {group.spec.kind}, window {group.spec.window}")
+        if group.spec.window is not None and group.spec.window < 1:
+            raise ConfigError(f"KV group {at}: a window of {group.spec.window} tokens; it must hold at least the current one")
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
