@@ -1,0 +1,309 @@
+"""The backend: Octavo's attention contract on Triton kernels.
+
+Owns the page layout (geometry.py), the work maps and the workspaces, all allocated in `bind`. It never allocates
+the cache, and inside a captured graph it reads lengths, tables and slots only through the step's tensors.
+
+A step may mix rows with one new token (decode) and rows with several (prefill): each kind has its own kernel, and
+each kernel skips the rows of the other. A graph may be captured where every row has one token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import triton
+
+from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
+from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
+from octavo_attention_triton.kernels import decode, prefill, write
+from octavo_attention_triton.kernels.plan import ITEM, plan
+from octavo_attention_triton.provider import FP8, TritonOptions
+from octavo_attention_triton.tuning import Tile, decode_tile, prefill_tile
+
+LOG2E = 1.4426950408889634
+MAX_SPLITS = 128
+TL_DTYPES = {
+    torch.float32: triton.language.float32,
+    torch.bfloat16: triton.language.bfloat16,
+    torch.float16: triton.language.float16,
+}
+
+
+def _pow2(n: int) -> int:
+    return int(triton.next_power_of_2(n))
+
+
+@dataclass(slots=True)
+class WorkMap:
+    """One decode work map: rows of one block table, cut for layers of one window and tile."""
+
+    window: int | None
+    tile: Tile
+    kv_heads: int
+    budget: int
+    items: torch.Tensor  # int32 [budget + max rows, ITEM]
+
+
+@dataclass(slots=True)
+class Bound:
+    """One layer, ready to launch: cache, constants of its kernels, and its work map."""
+
+    layer: AttentionLayer
+    group: int
+    cache: torch.Tensor
+    geometry: PageGeometry
+    work: WorkMap
+    sinks: torch.Tensor | None
+    shape: dict[str, Any]  # constexprs that decode and prefill share
+
+
+class TritonAttention:
+    """`octavo.interfaces.AttentionBackend` on Triton. graphs "decode": a step of one token a row may be captured."""
+
+    graphs: Literal["none", "decode", "all"] = "decode"
+
+    def __init__(self, options: TritonOptions, parts: AttentionParts) -> None:
+        self.options = options
+        self.dtype: torch.dtype = getattr(torch, parts.dtype)
+        on_cuda = parts.device.type == "cuda"
+        self.device = torch.device("cuda", parts.device.index) if on_cuda else torch.device(parts.device.type)
+        self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
+        self.pdl = on_cuda and parts.device.capability >= (9, 0)
+        self._layers: dict[int, Bound] = {}
+        self._works: dict[tuple[Any, ...], WorkMap] = {}
+        self._groups: list[BoundGroup] = []
+        self._tables: tuple[torch.Tensor, ...] = ()
+
+    # ------------------------------------------------------------ build
+
+    def _geometry(self, spec: KVSpec, block_size: int) -> PageGeometry:
+        transposed = self.options.fp8_v_transposed and spec.dtype in FP8
+        return PageGeometry.of(spec, block_size, row_align=self.options.row_align, v_transposed=transposed)
+
+    def layout(self, spec: KVSpec, block_size: int) -> CacheLayout:
+        """See `PageGeometry`. Raises ValueError for a spec that has no paged K and V."""
+        if spec.kind not in ("full", "window") or spec.tokens_per_entry != 1:
+            raise ValueError(f"KV spec of kind {spec.kind} with {spec.tokens_per_entry} tokens an entry: this backend holds K and V of every token")
+        return self._geometry(spec, block_size).layout()
+
+    def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
+        """Take the caches; allocate work maps and the partial results of split rows (float32)."""
+        self._groups = list(groups)
+        self.limits = limits
+        rows = limits.max_num_seqs
+        partials = 1
+        for bound in groups:
+            geometry = self._geometry(bound.group.spec, bound.group.block_size)
+            for layer, cache in zip(bound.layers, bound.caches, strict=True):
+                self._check(layer, cache, geometry)
+                work = self._work(bound, layer, geometry, rows)
+                self._layers[layer.index] = Bound(
+                    layer, bound.group.index, cache, geometry, work,
+                    None if layer.sinks is None else layer.sinks.detach().to(self.device).contiguous(),
+                    self._shape(layer, geometry),
+                )  # fmt: skip
+                partials = max(partials, work.items.shape[0] * layer.num_heads)
+        width = max((b.layer.v_dim for b in self._layers.values()), default=1)
+        self._part = torch.zeros(partials * width, dtype=torch.float32, device=self.device)
+        self._part_lse = torch.zeros(partials, dtype=torch.float32, device=self.device)
+        # Arrival counters: zero before and after every launch, the last arrival resets its own.
+        self._arrived = torch.zeros(partials, dtype=torch.int32, device=self.device)
+        self._nothing = torch.zeros(1, dtype=torch.float32, device=self.device)
+
+    def _check(self, layer: AttentionLayer, cache: torch.Tensor, geometry: PageGeometry) -> None:
+        pages = (cache.shape[0], geometry.elements)
+        if tuple(cache.shape) != pages or not cache.is_contiguous() or cache.dtype != getattr(torch, geometry.dtype):
+            raise ValueError(
+                f"layer {layer.index}: cache is {cache.dtype} {tuple(cache.shape)}, its layout is {geometry.dtype} "
+                f"[blocks, {geometry.elements}], contiguous: allocate it from `layout`"
+            )
+
+    def _work(self, bound: BoundGroup, layer: AttentionLayer, geometry: PageGeometry, rows: int) -> WorkMap:
+        group = layer.num_heads // layer.num_kv_heads
+        tile = decode_tile(
+            group=group, dim=max(layer.k_dim, layer.v_dim), kv_bytes=ELEMENT_BYTES[geometry.dtype], page=geometry.page
+        )
+        key = (bound.group.index, layer.window, tile, layer.num_kv_heads)
+        if key not in self._works:
+            budget = max(1, self.sms * self.options.ctas_per_sm // layer.num_kv_heads)
+            items = torch.full((budget + rows, ITEM), -1, dtype=torch.int32, device=self.device)
+            self._works[key] = WorkMap(layer.window, tile, layer.num_kv_heads, budget, items)
+        return self._works[key]
+
+    def _shape(self, layer: AttentionLayer, geometry: PageGeometry) -> dict[str, Any]:
+        dot, normalise = self.dtype, False
+        if geometry.dtype in FP8 and self.dtype != torch.float32:
+            # The hardware converts FP8 to float16 in one instruction, to bfloat16 in several.
+            dot, normalise = torch.float16, self.dtype == torch.bfloat16
+        return dict(
+            GROUP=layer.num_heads // layer.num_kv_heads, K_DIM=layer.k_dim, V_DIM=layer.v_dim,
+            BLOCK_K=max(16, _pow2(layer.k_dim)), BLOCK_V=max(16, _pow2(layer.v_dim)),
+            PAGE=geometry.page, K_ROW=geometry.k_row, V_ROW=geometry.v_row, V_BASE=geometry.v_base,
+            V_TRANSPOSED=geometry.v_transposed, DOT=TL_DTYPES[dot], NORMALISE=normalise,
+            PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
+            WINDOW=layer.window is not None, SOFTCAP=layer.softcap > 0, SINKS=layer.sinks is not None,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ a step
+
+    def prepare(self, step: Step) -> None:
+        """Host work: the prefill tile lists of an eager step (a decode step has none)."""
+        self._tables = step.tables
+        if step.host.max_query_len <= 1:
+            return
+        lists: dict[tuple[int, int | None], torch.Tensor] = {}
+        for bound in self._layers.values():
+            tile = self._prefill_tile(bound, step)
+            key = (tile.block_m // bound.shape["GROUP"], bound.layer.window)
+            if key not in lists:
+                lists[key] = self._tiles(step, *key)
+        step.scratch["triton.tiles"] = lists
+
+    def _prefill_tile(self, bound: Bound, step: Step) -> Tile:
+        return prefill_tile(
+            group=bound.shape["GROUP"], dim=max(bound.layer.k_dim, bound.layer.v_dim),
+            kv_bytes=ELEMENT_BYTES[bound.geometry.dtype], query_bytes=self.dtype.itemsize, tokens=step.host.max_query_len,
+        )  # fmt: skip
+
+    def _tiles(self, step: Step, size: int, window: int | None) -> torch.Tensor:
+        """int32 [tiles, 4]: first token, tokens, position of the first, state-table row; longest first."""
+        lens, ends = step.host.query_lens.astype(np.int64), step.host.seq_lens.astype(np.int64)
+        starts = np.cumsum(lens) - lens
+        many = np.flatnonzero(lens > 1)
+        counts = -(-lens[many] // size)
+        of = np.repeat(many, counts)
+        nth = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        tiles = np.empty((of.size, 4), dtype=np.int32)
+        tiles[:, 0] = starts[of] + nth * size
+        tiles[:, 1] = np.minimum(lens[of] - nth * size, size)
+        tiles[:, 2] = ends[of] - lens[of] + nth * size
+        tiles[:, 3] = step.host.rows[of]
+        work = tiles[:, 2] + tiles[:, 1]
+        if window is not None:
+            work = np.minimum(work, window + size)
+        host = torch.from_numpy(tiles[np.argsort(-work, kind="stable")])
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
+
+    def plan(self, step: Step) -> None:
+        """Device work once a step: one work map for each kind of layer. Depends on the step's tensors only."""
+        rows = step.seq_lens.shape[0]
+        for work in self._works.values():
+            plan(
+                step.query_start, step.seq_lens, step.rows, work.items, budget=work.budget, capacity=work.budget + rows,
+                max_rows=self.limits.max_num_seqs, tile=work.tile.block_n, min_tiles=1, window=work.window, max_splits=MAX_SPLITS,
+            )  # fmt: skip
+
+    def write(self, layer: int, step: Step, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim], divided by the layer's scales if the cache is FP8."""
+        bound = self._layers[layer]
+        g, cache = bound.geometry, bound.cache
+        quantise = cache.dtype in write.FP8_MAX
+        if k.shape[0] == 0:
+            return
+        block_k, block_v = max(16, _pow2(g.k_dim)), max(16, _pow2(g.v_dim))
+        block_h = min(_pow2(g.heads), max(1, 2048 // max(block_k, block_v)))
+        write.write_kernel[(k.shape[0], triton.cdiv(g.heads, block_h))](
+            k, v, cache, step.slot_mapping[bound.group],
+            1.0 / bound.layer.k_scale, 1.0 / bound.layer.v_scale, write.FP8_MAX.get(cache.dtype, 0.0),
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0),
+            HEADS=g.heads, K_DIM=g.k_dim, V_DIM=g.v_dim, PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base,
+            V_TRANSPOSED=g.v_transposed, QUANTISE=quantise, BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_V=block_v,
+            num_warps=4,
+        )  # fmt: skip
+
+    def run(self, layer: int, step: Step, q: torch.Tensor, out: torch.Tensor, *, lse: torch.Tensor | None = None) -> torch.Tensor:
+        """Causal attention of q [T, heads, k_dim]; fills out [T, heads, v_dim] and lse (natural log, float32 [T, heads])."""
+        bound = self._layers[layer]
+        if step.host.max_query_len <= 1 or bool((step.host.query_lens == 1).any()):
+            self._decode(bound, step, q, out, lse)
+        if step.host.max_query_len > 1:
+            self._prefill(bound, step, q, out, lse)
+        return out
+
+    def _numbers(self, bound: Bound) -> tuple[float, float, float]:
+        layer = bound.layer
+        fp8 = bound.cache.dtype in write.FP8_MAX
+        k_scale, v_scale = (layer.k_scale, layer.v_scale) if fp8 else (1.0, 1.0)
+        return layer.scale * k_scale * LOG2E, layer.softcap * LOG2E, v_scale
+
+    def _fused(self, rows: int, kv_heads: int) -> bool:
+        if self.options.merge != "auto":
+            return self.options.merge == "fused"
+        return True
+
+    def _decode(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        layer, work, table = bound.layer, bound.work, step.tables[bound.group]
+        rows, group = step.seq_lens.shape[0], bound.shape["GROUP"]
+        scale, softcap, v_scale = self._numbers(bound)
+        fused = self._fused(rows, layer.num_kv_heads)
+        block_g, block_v = _pow2(group), bound.shape["BLOCK_V"]
+        log = self._nothing if lse is None else lse
+        sinks = self._nothing if bound.sinks is None else bound.sinks
+        pdl = self.pdl and not fused
+        extra = {"launch_pdl": True} if pdl else {}
+        decode.decode_kernel[(layer.num_kv_heads, work.budget + rows)](
+            q, out, log, bound.cache, table, work.items, self._part, self._part_lse, self._arrived, sinks,
+            scale, softcap, v_scale,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0), bound.cache.stride(0),
+            HEADS=layer.num_heads, BLOCK_M=work.tile.block_m, BLOCK_N=work.tile.block_n, BLOCK_G=block_g, **bound.shape,
+            LSE=lse is not None, FUSED=fused, MAX_SPLITS=MAX_SPLITS, CHUNK=max(1, min(16, 8192 // (block_g * block_v))),
+            STAGES=work.tile.stages, PDL=pdl, num_warps=work.tile.warps,
+        )  # fmt: skip
+        if not fused:
+            decode.merge_kernel[(layer.num_heads, work.budget + rows)](
+                work.items, self._part, self._part_lse, out, log, sinks, v_scale,
+                out.stride(0), out.stride(1), log.stride(0),
+                HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v, MAX_SPLITS=MAX_SPLITS,
+                CHUNK=max(1, min(32, 8192 // block_v)), SINKS=bound.shape["SINKS"], LSE=lse is not None, PDL=pdl,
+                num_warps=4, **extra,
+            )  # fmt: skip
+
+    def _prefill(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        layer, table = bound.layer, step.tables[bound.group]
+        tile = self._prefill_tile(bound, step)
+        tiles = step.scratch["triton.tiles"][tile.block_m // bound.shape["GROUP"], layer.window]
+        scale, softcap, v_scale = self._numbers(bound)
+        log = self._nothing if lse is None else lse
+        sinks = self._nothing if bound.sinks is None else bound.sinks
+        prefill.prefill_kernel[(tiles.shape[0], layer.num_kv_heads)](
+            q, out, log, bound.cache, table, tiles, sinks, scale, softcap, v_scale, layer.window or 0,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0), bound.cache.stride(0),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **bound.shape,
+            LSE=lse is not None, STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ whole blocks
+
+    def gather(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a row's first tokens, as stored (FP8 values times their scale), in the query dtype. Slow."""
+        bound = self._layers[layer]
+        g = bound.geometry
+        if not self._tables:
+            raise RuntimeError("gather: no step has been prepared yet, so there is no block table to read")
+        blocks = self._tables[bound.group][row, : -(-length // g.page)].long().clamp_min(0)
+        pages = bound.cache.view(torch.uint8)[blocks].view(bound.cache.dtype).to(torch.float32)
+        k = pages[:, : g.v_base].view(-1, g.heads, g.page, g.k_row)[..., : g.k_dim].permute(0, 2, 1, 3)
+        if g.v_transposed:
+            v = pages[:, g.v_base :].view(-1, g.heads, g.v_dim, g.page).permute(0, 3, 1, 2)
+        else:
+            v = pages[:, g.v_base :].view(-1, g.heads, g.page, g.v_row)[..., : g.v_dim].permute(0, 2, 1, 3)
+        fp8 = bound.cache.dtype in write.FP8_MAX
+        k_scale, v_scale = (bound.layer.k_scale, bound.layer.v_scale) if fp8 else (1.0, 1.0)
+        k = k.reshape(-1, g.heads, g.k_dim)[:length] * k_scale
+        v = v.reshape(-1, g.heads, g.v_dim)[:length] * v_scale
+        return k.to(self.dtype), v.to(self.dtype)
+
+    def copy_blocks(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole blocks (int64 ids) in every layer of a group; sources are read before any target is written."""
+        for bound in self._groups:
+            if bound.group.index == group:
+                for cache in bound.caches:
+                    data = cache.view(torch.uint8)
+                    data.index_copy_(0, target, data.index_select(0, source))

@@ -1,0 +1,80 @@
+"""The work map of a decode step: who reads which tokens, made on the device once a step for all layers.
+
+An item is ITEM int32 values: query token (-1: idle), state-table row, first token, end token, first item of
+its row, splits of its row, row of the step, spare. Items of a row are neighbours, which makes an item's number
+the place of its partial result. The map is sized by `capacity`; idle items end at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ITEM = 8
+
+
+@triton.jit(do_not_specialize=["count", "budget", "capacity"])
+def plan_kernel(
+    query_start, seq_lens, rows, items, count, budget, capacity,
+    TILE: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Cut the visible tiles of every row with one new token into about `budget` equal parts.
+
+    A row gets round(tiles / chunk) parts, at least one, so at most budget + count items are made.
+    Rows with several new tokens (prefill) get none. A row of length zero gets one empty item: its
+    output is defined (zeros).
+    """
+    r = tl.arange(0, ROWS)
+    live = r < count
+    token = tl.load(query_start + r, mask=live, other=0)
+    decoding = live & (tl.load(query_start + r + 1, mask=live, other=0) - token == 1)
+    length = tl.where(decoding, tl.load(seq_lens + r, mask=live, other=0), 0)
+    row = tl.load(rows + r, mask=live, other=0).to(tl.int32)
+    first = tl.zeros_like(length)
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    tile0 = first // TILE
+    tiles = tl.cdiv(length, TILE) - tile0
+    chunk = tl.maximum(tl.cdiv(tl.sum(tiles, 0), budget), MIN_TILES)
+    splits = tl.minimum(tl.maximum((tiles + chunk // 2) // chunk, 1), MAX_SPLITS)
+    splits = tl.where(decoding, splits, 0)
+    place = tl.cumsum(splits, 0) - splits
+    used = tl.sum(splits, 0)
+
+    c = tl.arange(0, BLOCK_C)
+    tl.store(items + c * 8, tl.full([BLOCK_C], -1, tl.int32), mask=(c >= used) & (c < capacity))
+
+    lane = tl.arange(0, LANES)[None, :]
+    most = tl.max(splits, 0)
+    parts = tl.maximum(splits, 1)[:, None]
+    for j0 in range(0, most, LANES):
+        j = j0 + lane
+        mask = j < splits[:, None]
+        start = (tile0[:, None] + tiles[:, None] * j // parts) * TILE
+        end = (tile0[:, None] + tiles[:, None] * (j + 1) // parts) * TILE
+        item = items + (place[:, None] + j) * 8
+        whole = tl.zeros_like(j + r[:, None])
+        tl.store(item, token[:, None] + whole, mask=mask)
+        tl.store(item + 1, row[:, None] + whole, mask=mask)
+        tl.store(item + 2, tl.maximum(start, first[:, None]), mask=mask)
+        tl.store(item + 3, tl.minimum(end, length[:, None]), mask=mask)
+        tl.store(item + 4, place[:, None] + whole, mask=mask)
+        tl.store(item + 5, splits[:, None] + whole, mask=mask)
+        tl.store(item + 6, r[:, None] + whole, mask=mask)
+
+
+def plan(
+    query_start: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, items: torch.Tensor,
+    *, budget: int, capacity: int, max_rows: int, tile: int, min_tiles: int, window: int | None, max_splits: int,
+) -> None:  # fmt: skip
+    """Fill `items` (int32 [>= capacity, ITEM]) for a step of len(seq_lens) <= max_rows rows. capacity >= budget + rows."""
+    count = seq_lens.shape[0]
+    # Two variants at most: few rows in many lanes, or every row.
+    padded = 16 if count <= 16 else int(triton.next_power_of_2(max_rows))
+    plan_kernel[(1,)](
+        query_start, seq_lens, rows, items, count, budget, capacity,
+        TILE=tile, MIN_TILES=min_tiles, WINDOW=window or 0, MAX_SPLITS=max_splits,
+        ROWS=padded, LANES=max(1, min(128, 2048 // padded)), BLOCK_C=int(triton.next_power_of_2(budget + max_rows)), num_warps=8 if padded > 64 else 4,
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Storing a step's K and V into paged caches, quantised on the way where the cache is FP8.
+
+Page layout (elements): K [kv_head, slot, K_ROW], then V [kv_head, slot, V_ROW] at V_BASE, or, where
+V_TRANSPOSED, V [kv_head, v_dim, slot]. Writes nothing for a negative slot. Never reads the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+@triton.jit
+def _store(x, inverse_scale, limit, target, mask, QUANTISE: tl.constexpr):
+    if QUANTISE:
+        x = x.to(tl.float32) * inverse_scale
+        # Saturate, so that a value past the range never turns into NaN; a NaN stays visible as NaN.
+        x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(target, x.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def write_kernel(
+    k_ptr, v_ptr, cache_ptr, slots_ptr,
+    k_inverse, v_inverse, limit,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, page_stride,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr,
+    V_TRANSPOSED: tl.constexpr, QUANTISE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program stores one token's K and V of BLOCK_H heads."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    page = (slot // PAGE).to(tl.int64) * page_stride
+    offset = slot % PAGE
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+
+    d = tl.arange(0, BLOCK_K)[None, :]
+    mask = (heads < HEADS) & (d < K_DIM)
+    k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + d, mask=mask)
+    _store(k, k_inverse, limit, cache_ptr + page + (heads * PAGE + offset) * K_ROW + d, mask, QUANTISE)
+
+    d = tl.arange(0, BLOCK_V)[None, :]
+    mask = (heads < HEADS) & (d < V_DIM)
+    v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + d, mask=mask)
+    if V_TRANSPOSED:
+        target = cache_ptr + page + V_BASE + (heads * V_DIM + d) * PAGE + offset
+    else:
+        target = cache_ptr + page + V_BASE + (heads * PAGE + offset) * V_ROW + d
+    _store(v, v_inverse, limit, target, mask, QUANTISE)

@@ -1,0 +1,78 @@
+"""The provider: its name, its options, and what it accepts. Imports nothing heavy: torch and triton load with the backend."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from octavo.catalog import Accept, Needs, Options, Provider, Reject
+
+DTYPES = ("bfloat16", "float16", "float32")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+MAX_DIM, MAX_GROUP = 256, 64
+
+
+class TritonOptions(Options):
+    """Options of the Triton attention backend (config key ``plugins.attention.triton``)."""
+
+    row_align: int = Field(16, ge=16, le=256, multiple_of=16, description="Bytes that cache rows are rounded up to.")
+    ctas_per_sm: int = Field(4, ge=1, le=16, description="Decode items in flight a multiprocessor, which sets the splits.")
+    merge: Literal["auto", "fused", "kernel"] = Field("auto", description="Who adds up the splits of a row.")
+    fp8_v_transposed: bool = Field(True, description="Keep V of an FP8 cache as [head, dim, slot].")
+    prefill: Literal["auto", "pointer", "tma"] = Field("auto", description="Prefill kernel; tma needs Hopper.")
+
+
+def accepts(needs: Needs, options: Any) -> Accept | Reject:
+    """CUDA of capability 8.0 or later, and every shape of `layers`; else the first need that cannot be met."""
+    device, facts = needs.device, needs.facts
+    if device.type != "cuda":
+        return Reject(f"device is {device.type}: Triton attention needs CUDA")
+    if device.capability < (8, 0):
+        return Reject(f"CUDA capability {device.capability[0]}.{device.capability[1]} of {device.name!r} is below 8.0")
+    if needs.dtype not in DTYPES:
+        return Reject(f"dtype {needs.dtype}: queries must be one of {', '.join(DTYPES)}")
+    kv = facts.get("kv_dtype") or needs.dtype
+    if kv not in (*DTYPES, *FP8):
+        return Reject(f"kv_dtype {kv}: the cache must be one of {', '.join((*DTYPES, *FP8))}")
+    if kv == "float8_e4m3fn" and device.capability < (8, 9):
+        return Reject(f"kv_dtype {kv} needs CUDA capability 8.9, the device has {device.capability[0]}.{device.capability[1]}")
+    if kv not in FP8 and kv != needs.dtype and needs.dtype != "float32":
+        return Reject(f"kv_dtype {kv} with {needs.dtype} queries: use {needs.dtype} or an FP8 cache")
+    block = facts.get("block_size")
+    if block is not None and not (8 <= block <= 256 and block % 8 == 0):
+        return Reject(f"block_size {block}: it must be a multiple of 8 from 8 to 256")
+    for layer in facts.get("layers") or ():
+        reason = _layer(layer)
+        if reason:
+            return Reject(reason)
+    if kv in FP8:
+        sizes, why = (128, 64, 32, 16), "FP8 decode reads 128-token tiles with one page look-up each"
+    else:
+        sizes, why = (64, 32, 128, 16), "a page of 64 tokens is one tile of the decode kernel"
+    return Accept({"block_sizes": sizes, "alignment": 16}, why)
+
+
+def _layer(layer: Any) -> str:
+    for name in ("k_dim", "v_dim"):
+        dim = getattr(layer, name)
+        if dim > MAX_DIM or dim % 16 or dim < 16:
+            return f"layer {layer.index}: {name} {dim} is not a multiple of 16 from 16 to {MAX_DIM}"
+    if layer.num_heads % layer.num_kv_heads:
+        return f"layer {layer.index}: {layer.num_heads} query heads are not a multiple of {layer.num_kv_heads} KV heads"
+    if layer.num_heads // layer.num_kv_heads > MAX_GROUP:
+        return f"layer {layer.index}: {layer.num_heads // layer.num_kv_heads} query heads a KV head, at most {MAX_GROUP}"
+    if layer.window is not None and layer.window < 1:
+        return f"layer {layer.index}: window {layer.window} is not positive"
+    return ""
+
+
+provider = Provider(
+    name="triton",
+    kind="attention",
+    load="octavo_attention_triton.backend:TritonAttention",
+    priority=20,
+    accepts=accepts,
+    options=TritonOptions,
+    summary="Triton paged attention: split-KV decode, chunked prefill, FP8 KV (CUDA 8.0 and later)",
+)
