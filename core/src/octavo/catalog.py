@@ -205,7 +205,7 @@ class Catalog:
         installed = {normalise(e.origin.distribution): e.origin.distribution for e in self.entries}
         enabled = set(self.enabled)
         listed = plugins.get("enable", ())
-        if isinstance(listed, str) or not all(isinstance(name, str) for name in listed):
+        if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
             raise ConfigError(f"plugins.enable must be a list of distribution names, got {listed!r}")
         for name in listed:
             if normalise(name) not in installed:

@@ -45,6 +45,10 @@ class Decision:
     def name(self) -> str:
         return self.provider.name
 
+    def __str__(self) -> str:
+        """One line for the start-up log: what, from where, why, and why not the others."""
+        return f"{self.name} ({self.origin}; {self.reason}){_besides(self.others)}"
+
     def create(self, parts: Any) -> Any:
         """Import `load` and call it as cls(options, parts). PluginError if it cannot be imported; what the
         constructor raises passes through, with a note that names the provider."""
@@ -98,6 +102,9 @@ class OperatorDecision:
     chosen: tuple[Decision, ...]
     others: tuple[Verdict, ...] = ()
 
+    def __str__(self) -> str:
+        return ", then ".join(f"{d.name} ({d.origin}; {d.reason})" for d in self.chosen) + _besides(self.others)
+
     def create(self, parts: Any) -> OperatorSet:
         """Build each provider once; each (name, format) goes to the highest priority that offers it.
         PluginError if two of equal priority offer the same one."""
@@ -124,6 +131,10 @@ class OperatorDecision:
             "decisions": [d.explain() for d in self.chosen],
             "not_chosen": [{"name": v.name, "distribution": v.distribution, "reason": v.reason} for v in self.others],
         }
+
+
+def _besides(others: tuple[Verdict, ...]) -> str:
+    return "".join(f"; not {v.name} ({v.distribution}): {v.reason}" for v in others)
 
 
 def _plain(value: Any) -> Any:

@@ -15,8 +15,8 @@ from octavo.catalog import Catalog, Device, Kind, Needs
 from octavo.config import EngineConfig
 from octavo.decision import Decision, OperatorDecision
 from octavo.engine.device import BF16_UNITS, Threads, choose_device, spare_threads
-from octavo.engine.sizing import Sizing, size_pool, workspace_bytes
-from octavo.errors import ConfigError, LoadError
+from octavo.engine.sizing import Sizing, estimate_weight_bytes, size_pool, workspace_bytes
+from octavo.errors import ConfigError
 from octavo.interfaces import AttentionParts, CacheLayout, KVGroup, KVSpec, Limits, ModelFacts
 
 if TYPE_CHECKING:
@@ -117,9 +117,10 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     if threads:
         why["threads"] = threads.reason
 
-    source = resolve_source(config.model, config.revision)
+    dummy = config.load_format == "dummy"
+    source = resolve_source(config.model, config.revision, weights=not dummy)
     _check_format(config, source)
-    architecture = _architecture(source)
+    architecture = source.architecture
     dtype, why["dtype"] = _dtype(config.dtype, source, device)
     kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype)
 
@@ -141,14 +142,10 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     layouts: dict[KVSpec, CacheLayout] = {spec: backend.layout(spec, block_size) for spec in dict.fromkeys(facts.kv_specs)}
     groups = tuple(plan_groups(facts.kv_specs, backend.layout, block_size))
 
-    sizing = size_pool(
-        config,
-        device,
-        groups,
-        limits,
-        weight_bytes=source.weight_bytes(dtype),
-        workspace=workspace_bytes(facts, source.config, limits, device, DTYPE_BYTES[dtype]),
-    )
+    item = DTYPE_BYTES[dtype]
+    weights = estimate_weight_bytes(facts, source.config, item) if dummy else source.weight_bytes(dtype)
+    workspace = workspace_bytes(facts, source.config, limits, device, item)
+    sizing = size_pool(config, device, groups, limits, weight_bytes=weights, workspace=workspace)
     why["num_blocks"] = sizing.reason
 
     return Plan(
@@ -206,15 +203,6 @@ def _check_format(config: EngineConfig, source: ModelSource) -> None:
         raise ConfigError(f"--load-format {config.load_format}: {source.path} is {what}; use --load-format auto")
 
 
-def _architecture(source: ModelSource) -> str:
-    names = source.config.get("architectures") or []
-    if not names or not isinstance(names[0], str):
-        raise LoadError(
-            f"{source.path}: its config names no architecture (key `architectures`), so no model adapter can be chosen"
-        )
-    return names[0]
-
-
 def _dtype(asked: str, source: ModelSource, device: Device) -> tuple[str, str]:
     """(torch dtype name, why): the one asked for, or the checkpoint's."""
     name, reason = DTYPES.get(asked, asked), "named in the configuration"
@@ -231,8 +219,8 @@ def _dtype(asked: str, source: ModelSource, device: Device) -> tuple[str, str]:
             name = "bfloat16" if "bf16" in device.features else "float16"
             reason = f"the file is GGUF and {device.name} {'has' if name == 'bfloat16' else 'lacks'} bfloat16"
     elif asked == "auto":
-        given = source.config.get("dtype") or source.config.get("torch_dtype")
-        name = str(given).removeprefix("torch.") if given else "float32"
+        given = source.dtype
+        name = given or "float32"
         reason = "the checkpoint's" if given else "the checkpoint names no dtype, which stands for float32"
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"the checkpoint's dtype {name!r} is none that Octavo computes in; choose one with --dtype")

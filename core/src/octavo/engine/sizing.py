@@ -60,6 +60,18 @@ def workspace_bytes(facts: ModelFacts, config: Mapping[str, Any], limits: Limits
     return activations + logits + (CUDA_FIXED_BYTES if device.type == "cuda" else 0)
 
 
+def estimate_weight_bytes(facts: ModelFacts, config: Mapping[str, Any], dtype_bytes: int) -> int:
+    """Weights of a dense decoder of this geometry, for `load_format=dummy`, which has no checkpoint to measure."""
+    hidden = facts.hidden_size
+    intermediate = int(config.get("intermediate_size") or 4 * hidden)
+    parameters = facts.vocab_size * hidden * (1 if facts.tied_head else 2)
+    for layer in facts.layers:
+        query, value = layer.num_heads * layer.k_dim, layer.num_heads * layer.v_dim
+        key_value = layer.num_kv_heads * (layer.k_dim + layer.v_dim)
+        parameters += hidden * (query + key_value + value + 3 * intermediate)
+    return parameters * dtype_bytes
+
+
 def size_pool(
     config: EngineConfig, device: Device, groups: Sequence[KVGroup], limits: Limits, *, weight_bytes: int, workspace: int
 ) -> Sizing:
