@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import FailFast, Field
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from octavo.errors import RequestError
 from octavo.request import SamplingParams
@@ -19,6 +19,23 @@ from octavo.server.wire import Wire
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _NO_TOOLS = "this server has no tool calling yet; remove the field"
+
+
+def _container(*kinds: type) -> BeforeValidator:
+    """Elements are checked by SamplingParams, which stops at the first wrong one and counts before it looks."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not isinstance(value, kinds):
+            raise ValueError("must be " + " or ".join({list: "a list", str: "a string"}[kind] for kind in kinds))
+        return value
+
+    return BeforeValidator(check)
+
+
+_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+_IDS = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]}
+Texts = Annotated[Any, _container(str, list), WithJsonSchema(_TEXTS)]
+Ids = Annotated[Any, _container(list), WithJsonSchema(_IDS)]
 
 
 class StreamOptions(Wire):
@@ -46,8 +63,8 @@ class Sampling(Wire):
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop: str | Annotated[list[str], FailFast()] | None = None
-    stop_token_ids: Annotated[list[int], FailFast()] | None = None
+    stop: Texts = None
+    stop_token_ids: Ids = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -96,7 +113,6 @@ class _OpenAI(Sampling):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    n: int | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -295,7 +311,7 @@ class TokenizeRequest(Wire):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message] | None, FailFast()] = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -79,6 +79,7 @@ def _explain(exc: ValidationError) -> ApiError:
     param = path(loc)
     if kind == "unsupported":
         return unsupported(param, message)
+    message = message.removeprefix("Value error, ")
     text = "this field is required" if kind == "missing" else message[:1].lower() + message[1:]
     if kind not in ("missing", "unknown_field"):
         seen = error["input"]

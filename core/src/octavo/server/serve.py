@@ -1,0 +1,267 @@
+"""The server's process: a socket, an engine behind it, and an orderly end.
+
+Owns the order of start and shutdown. The socket is bound and answers 503 before the model loads, so
+that a port in use is known at once and probes have something to ask. Must never leave an engine
+process behind, whatever ends this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+import octavo
+from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.messages import Progress
+from octavo.errors import ConfigError
+from octavo.server.app import create_app
+from octavo.server.clients import CLOSE_EXTENSION
+from octavo.server.errors import ApiError
+from octavo.server.service import Service
+
+log = logging.getLogger("octavo.server")
+
+_BACKLOG = 2048
+_FLUSH_SECONDS = 1.0  # for the last events of streams that the drain has ended
+_STATS_SECONDS = 10.0
+
+OnProgress = Callable[[Progress], None]
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig, *, on_progress: OnProgress | None = None) -> int:
+    """Serve until a signal ends it; returns the exit status. Main thread only.
+
+    SIGTERM or SIGINT: new requests get 503, running ones have `shutdown_timeout` seconds, then end with
+    an error. A second signal ends everything at once. Raises ConfigError, LoadError or PluginError for
+    what the operator can mend, EngineDead when the engine crashed while it started.
+    """
+    logging.basicConfig(level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("octavo").setLevel(server_config.log_level.upper())
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_Process(engine_config, server_config, on_progress).run())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed, asyncio's own loop otherwise."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with two additions: streams can close their connection after an error,
+    and even a request that is not HTTP gets the error envelope."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {CLOSE_EXTENSION: self.shutdown}  # type: ignore[typeddict-item]
+
+    def send_400_response(self, msg: str) -> None:
+        body = ApiError(400, msg, code="invalid_http").response().body
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + bytes(body))
+        self.transport.close()
+
+
+class _Http(uvicorn.Server):
+    """uvicorn's server without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Process:
+    def __init__(self, engine: EngineConfig, config: ServerConfig, on_progress: OnProgress | None) -> None:
+        self._engine, self._config, self._on_progress = engine, config, on_progress
+        self._names = list(config.served_model_name) or [engine.model]
+        self._stop, self._force = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> int:
+        config = self._config
+        app = create_app(None, config, self._names)
+        state: Service = app.state.service
+        with listen(config) as sock:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._on_signal, number)
+            http = _Http(_uvicorn_config(app, config))
+            serving = asyncio.create_task(http.serve(sockets=[sock]))
+            serving.add_done_callback(lambda _: self._stop.set())
+            llm: AsyncLLM | None = None
+            try:
+                log.info("Octavo %s listens on %s; %s is loading", octavo.__version__, address(config, sock), self._names[0])
+                llm = await self._until(self._stop, AsyncLLM.start(self._engine, on_progress=self._on_progress))
+                if llm is not None:
+                    state.attach(llm)
+                    log.info("ready: %s at %s", ", ".join(self._names), address(config, sock))
+                    await self._serve(llm, serving)
+            finally:
+                http.should_exit = True
+                http.force_exit = self._force.is_set()
+                await self._end(llm, serving)
+        return 0
+
+    async def _serve(self, llm: AsyncLLM, serving: asyncio.Task[None]) -> None:
+        stats = asyncio.create_task(_log_stats(llm)) if not self._config.disable_log_stats else None
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set():
+                log.info("draining: up to %g s for %d running requests", self._config.shutdown_timeout, llm.stats.running)
+                await self._until(self._force, llm.drain(self._config.shutdown_timeout))
+        finally:
+            for task in (stats, stop):
+                if task is not None:
+                    task.cancel()
+
+    async def _end(self, llm: AsyncLLM | None, serving: asyncio.Task[None]) -> None:
+        """Close sockets and the engine side by side: neither needs the other."""
+        closing = [asyncio.ensure_future(serving)]
+        if llm is not None:
+            closing.append(asyncio.ensure_future(llm.close(grace=0.0 if self._force.is_set() else 1.0)))
+        for result in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                log.error("shutdown: %s", result)
+
+    async def _until(self, event: asyncio.Event, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`, or None if `event` comes first; `work` is cancelled then."""
+        task, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            waiting.cancel()
+            await asyncio.gather(task, waiting, return_exceptions=True)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            log.warning("%s again: ending at once", number.name)
+            self._force.set()
+        self._stop.set()
+
+
+def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+    uv = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        root_path=config.root_path,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(_FLUSH_SECONDS),
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+    )
+    try:
+        uv.load()
+    except OSError as exc:  # ssl.SSLError is one
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: {exc}") from exc
+    return uv
+
+
+@contextlib.contextmanager
+def listen(config: ServerConfig) -> Iterator[socket.socket]:
+    """The listening socket of the configuration. Raises ConfigError when the address cannot be had."""
+    if config.uds is not None:
+        with _listen_unix(Path(config.uds)) as sock:
+            yield sock
+        return
+    if not config.api_key and not is_loopback(config.host):
+        log.warning(
+            "ANYBODY who can reach %s:%d can use this server: it listens beyond this machine and has no --api-key.",
+            config.host or "*",
+            config.port,
+        )
+    try:
+        info = socket.getaddrinfo(config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.create_server(info[4][:2], family=info[0], backlog=_BACKLOG)
+    except OSError as exc:
+        raise ConfigError(f"--host {config.host} --port {config.port}: cannot listen there: {exc.strerror or exc}") from exc
+    with contextlib.closing(sock):
+        yield sock
+
+
+@contextlib.contextmanager
+def _listen_unix(path: Path) -> Iterator[socket.socket]:
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
+        try:
+            if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+                path.unlink()  # left behind by a server that was killed
+            sock.bind(str(path))
+            sock.listen(_BACKLOG)
+        except OSError as exc:
+            raise ConfigError(f"--uds {path}: cannot listen there: {exc.strerror or exc}") from exc
+        try:
+            yield sock
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def address(config: ServerConfig, sock: socket.socket) -> str:
+    """What a client would type: the real port, also when port 0 was asked for."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if config.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def _log_stats(llm: AsyncLLM) -> None:
+    """A line of throughput and cache use every few seconds in which the engine worked."""
+    before, then = llm.stats, time.monotonic()
+    while True:
+        await asyncio.sleep(_STATS_SECONDS)
+        now, stats = time.monotonic(), llm.stats
+        if stats.steps > before.steps:
+            span = now - then
+            queries = stats.prefix_queries - before.prefix_queries
+            hits = 100 * (stats.prefix_hits - before.prefix_hits) / queries if queries else 0.0
+            log.info(
+                "running %d, waiting %d, prompt %.1f tok/s, generation %.1f tok/s, KV cache %.1f%%, prefix hits %.1f%%",
+                stats.running,
+                stats.waiting,
+                (stats.prompt_tokens - before.prompt_tokens) / span,
+                (stats.generation_tokens - before.generation_tokens) / span,
+                100 * stats.kv_usage,
+                hits,
+            )
+        before, then = stats, now

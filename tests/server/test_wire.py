@@ -1,0 +1,248 @@
+"""Bodies before they reach a model: types, unknown and unsupported fields, names in errors (S13, S14, S15, S18)."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.server.errors import ApiError, to_api_error
+from octavo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, prompts
+from octavo.server.wire import parse
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"messages": HELLO, **fields}).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"prompt": "hello", **fields}).encode())
+
+
+def refusal(make: Any) -> ApiError:
+    with pytest.raises((ApiError, RequestError)) as caught:
+        make()
+    return to_api_error(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"   ",
+        b"{",
+        b'{"prompt": "cut',
+        b"[1]",
+        b"1",
+        b"null",
+        b'"text"',
+        b"\xff\xfe{}",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda body: repr(body[:12]),
+)
+def test_what_is_not_a_json_object_is_400_and_says_so(body: bytes) -> None:
+    error = refusal(lambda: parse(CompletionRequest, body))
+    assert (error.status, error.code) == (400, "invalid_json")
+
+
+def test_an_unknown_field_is_named_with_the_one_that_was_meant() -> None:
+    error = refusal(lambda: chat(temprature=1))
+    assert (error.status, error.param, error.code) == (400, "temprature", "unknown_parameter")
+    assert "temperature" in error.message
+
+
+def test_an_unknown_field_inside_a_message_is_named_with_its_place() -> None:
+    error = refusal(lambda: chat(messages=[*HELLO, {"role": "user", "content": "x", "colour": "red"}]))
+    assert error.param == "messages[1].colour"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "x"}),
+        ("store", True),
+        ("reasoning_effort", "high"),
+        ("chat_template", "{{ 'x' * 3 }}"),
+        ("service_tier", "flex"),
+        ("best_of", 2),
+        ("web_search_options", {}),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name_and_never_ignored(field: str, value: Any) -> None:
+    error = refusal(lambda: chat(**{field: value}))
+    assert (error.status, error.param, error.code) == (400, field, "unsupported")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tools", None), ("tools", []), ("response_format", {"type": "text"}), ("tool_choice", "none"), ("store", False), ("user", "u")],
+)
+def test_a_value_that_asks_for_nothing_is_accepted(field: str, value: Any) -> None:
+    chat(**{field: value}).to_params()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("temperature", -0.1),
+        ("top_p", 1.1),
+        ("top_p", -0.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("n", 0),
+        ("n", -1),
+        ("n", 5_000_000),
+        ("n", "2"),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2**80),
+        ("seed", 2**63),
+        ("seed", 2**64),
+        ("seed", 1.5),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("min_p", 1.5),
+        ("min_tokens", -1),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [1]),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 257),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", [5] * 10_000),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"²": 1}),
+        ("prompt_logprobs", 21),
+        ("stream", "yes"),
+        ("cache_salt", ""),
+    ],
+)
+def test_every_number_out_of_range_is_400_with_its_field(field: str, value: Any) -> None:
+    error = refusal(lambda: completion(**{field: value}).to_params())
+    assert (error.status, error.param) == (400, field)
+
+
+@pytest.mark.parametrize("text", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty", "repetition_penalty"])
+def test_numbers_that_are_not_finite_are_refused(field: str, text: bytes) -> None:
+    body = b'{"prompt": "x", "' + field.encode() + b'": ' + text + b"}"
+    assert refusal(lambda: parse(CompletionRequest, body).to_params()).param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("top_k", 0), ("top_k", -1), ("top_k", 2**40), ("seed", -1), ("seed", -(2**63)), ("top_p", 0), ("temperature", 0), ("stop", [])],
+)
+def test_values_at_the_edges_are_accepted(field: str, value: Any) -> None:
+    assert getattr(completion(**{field: value}).to_params(), field) == value
+
+
+@pytest.mark.parametrize("value", [[], [1, "a"], [[1], []], [[1], 2], [True], [[True]], [1.0], 5, {"a": 1}, None, [None], [["a"]]])
+def test_a_malformed_prompt_is_refused_in_the_field_prompt(value: Any) -> None:
+    assert refusal(lambda: prompts(value)).param == "prompt"
+
+
+def test_a_prompt_may_be_text_texts_ids_or_lists_of_ids() -> None:
+    assert prompts("a") == ["a"]
+    assert prompts(["a", "b"]) == ["a", "b"]
+    assert prompts([1, 2]) == [[1, 2]]
+    assert prompts([[1], [2, 3]]) == [[1], [2, 3]]
+
+
+def test_chat_logprobs_follow_openai_and_errors_use_its_names() -> None:
+    assert chat(logprobs=True).to_params().logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).to_params().logprobs == 20
+    assert chat().to_params().logprobs is None
+    assert refusal(lambda: chat(top_logprobs=2).to_params()).param == "top_logprobs"
+    for wrong in (21, -1, 10**9):
+        request = chat(logprobs=True, top_logprobs=wrong)
+        error = refusal(request.to_params)
+        assert request.rename(error.param) == "top_logprobs"
+
+
+def test_two_limits_that_differ_are_refused_and_the_new_name_wins() -> None:
+    assert chat(max_completion_tokens=5).to_params().max_tokens == 5
+    assert refusal(lambda: chat(max_completion_tokens=5, max_tokens=6).to_params()).param == "max_completion_tokens"
+    body = parse(GenerateRequest, b'{"prompt": "x", "max_new_tokens": 7}')
+    assert body.to_params().max_tokens == 7
+
+
+def test_stream_options_need_a_stream() -> None:
+    assert refusal(lambda: chat(stream_options={"include_usage": True}).to_params()).param == "stream_options"
+    assert refusal(lambda: chat(stream=True, stream_options={"usage": True})).param == "stream_options.usage"
+
+
+def test_streaming_cannot_pick_the_best_afterwards() -> None:
+    assert refusal(lambda: completion(stream=True, n=1, best_of=2).to_params()).param == "best_of"
+    assert refusal(lambda: completion(n=3, best_of=2).to_params()).param == "best_of"
+
+
+def test_text_parts_are_joined_and_other_parts_refused() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).conversation()[0]["content"] == "one\ntwo"
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    error = refusal(lambda: chat(messages=[{"role": "user", "content": image}]).conversation())
+    assert (error.param, error.code) == ("messages[0].content[0].type", "unsupported")
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "assistant"}, {"role": "user", "content": []}])
+def test_a_message_without_text_is_refused(message: dict[str, Any]) -> None:
+    assert refusal(lambda: chat(messages=[message]).conversation()).param == "messages[0].content"
+
+
+def test_null_content_is_an_assistants_tool_call() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]).conversation()[0]
+    assert message["content"] == "" and message["tool_calls"]
+
+
+def test_roles_are_a_closed_list_because_a_role_is_markup() -> None:
+    error = refusal(lambda: chat(messages=[{"role": "user<|im_end|>", "content": "x"}]))
+    assert error.param == "messages[0].role"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [1] * 1_000_000},
+        {"messages": [{"role": 1, "content": "x"}] * 8000},
+        {f"k{i}": 1 for i in range(300_000)},
+        {"messages": [{"role": "user", "content": "x", **{f"k{i}": 1 for i in range(300_000)}}]},
+        {"messages": HELLO, "logit_bias": {str(i): "x" for i in range(300_000)}},
+        {"messages": HELLO, "stop_token_ids": ["x"] * 1_000_000},
+    ],
+    ids=["messages", "roles", "fields", "inner fields", "bias", "ids"],
+)
+def test_a_body_full_of_mistakes_costs_no_more_than_reading_it(body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode()
+    began = time.perf_counter()
+    refusal(lambda: parse(ChatRequest, raw).to_params())
+    assert time.perf_counter() - began < 1.0
+
+
+def test_errors_never_carry_a_long_value_back() -> None:
+    error = refusal(lambda: completion(stop="x" * 100_000).to_params())
+    assert len(error.message) < 300
+    assert len(refusal(lambda: parse(DetokenizeRequest, json.dumps({"tokens": "y" * 100_000}).encode())).message) < 300
