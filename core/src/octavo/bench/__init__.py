@@ -1,0 +1,1 @@
+"""Measurements. Nothing in the engine imports this package."""
