@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -25,6 +26,7 @@ ENGINE = "0"
 _FINISH = ("stop", "length", "abort", "error")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+_MAX_TRACKED = 16384  # samples whose last token's time is kept
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -66,6 +68,7 @@ class Metrics(Collector):
         self.http: Counter[tuple[str, str]] = Counter()
         self.in_flight = 0
         self.disconnects = 0
+        self.last_token: dict[tuple[str, int], float] = {}  # of running samples, by the engine's clock of arrivals here
         self._steps = 0
         self._broken = False
         self._registry = CollectorRegistry(auto_describe=False)
@@ -78,10 +81,28 @@ class Metrics(Collector):
                 self._steps = stats.steps
                 if stats.step_tokens:
                     self.step_tokens.observe(stats.step_tokens)
+            self._on_tokens(events, perf_counter())
+            # A sample that is aborted from this side sends no finish: its entry must go all the same.
+            if stats.running == stats.waiting == 0:
+                self.last_token.clear()
+            elif len(self.last_token) > _MAX_TRACKED:
+                by_age = sorted(self.last_token.items(), key=lambda item: item[1])
+                self.last_token = dict(by_age[len(by_age) // 2 :])
         except Exception:
             if not self._broken:
                 log.exception("metrics of a step failed; this is said once")
             self._broken = True
+
+    def _on_tokens(self, events: list[Event], now: float) -> None:
+        for event in events:
+            key = (event.request_id, event.sample)
+            if event.tokens:
+                before = self.last_token.get(key)
+                if before is not None:
+                    self.itl.observe((now - before) / len(event.tokens), len(event.tokens))
+                self.last_token[key] = now
+            if event.finish is not None:
+                self.last_token.pop(key, None)
 
     def render(self) -> bytes:
         """The page of GET /metrics, in Prometheus' text format."""

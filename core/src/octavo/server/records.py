@@ -39,28 +39,17 @@ class Record:
     id: str = field(default_factory=new_id)
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
-    last_token: float | None = None
     queued: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     finishes: list[str] = field(default_factory=list)
     outcome: str = "ok"
-    _last: dict[int, float] = field(default_factory=dict)
     _closed: bool = False
 
-    def on_tokens(self, index: int, count: int) -> None:
-        """`count` new tokens of choice `index` have just arrived."""
-        now = time.perf_counter()
-        self.completion_tokens += count
-        self.last_token = now
-        if self.first_token is None:
-            self.first_token = now
-            self.metrics.ttft.observe(now - self.arrived)
-        before = self._last.get(index)
-        if before is not None and count:
-            self.metrics.itl.observe((now - before) / count, count)
-        self._last[index] = now
+    def on_first_token(self) -> None:
+        self.first_token = time.perf_counter()
+        self.metrics.ttft.observe(self.first_token - self.arrived)
 
     def on_finish(self, reason: str) -> None:
         self.finishes.append(reason)
@@ -74,13 +63,13 @@ class Record:
         now = time.perf_counter()
         if self.outcome == "disconnected":
             self.metrics.disconnects += 1
-        if self.outcome == "ok" and self.first_token is not None and self.last_token is not None:
+        if self.outcome == "ok" and self.first_token is not None:
             begun = self.arrived + self.queued
             self.metrics.e2e.observe(now - self.arrived)
             self.metrics.queue.observe(self.queued)
             self.metrics.prefill.observe(max(self.first_token - begun, 0.0))
-            self.metrics.decode.observe(self.last_token - self.first_token)
-            self.metrics.inference.observe(max(self.last_token - begun, 0.0))
+            self.metrics.decode.observe(now - self.first_token)
+            self.metrics.inference.observe(max(now - begun, 0.0))
         if self.log_line:
             ttft = "-" if self.first_token is None else f"{self.first_token - self.arrived:.3f}s"
             log.info(
