@@ -63,10 +63,11 @@ def checkpoint_headers(source: ModelSource) -> dict[str, Header]:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those that the index names, else model.safetensors; nothing else is read."""
     index = folder / INDEX
-    if index.exists():
+    if index.exists() or index.is_symlink():
+        inside(folder, INDEX, folder)
         return [inside(folder, name, index) for name in dict.fromkeys(_weight_map(index).values())]
     single = folder / SINGLE
-    if single.exists():
+    if single.exists() or single.is_symlink():
         return [inside(folder, SINGLE, folder)]
     found = sorted(p.name + ("/" if p.is_dir() else "") for p in folder.glob("*.safetensors"))
     if found:

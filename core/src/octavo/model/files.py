@@ -58,6 +58,8 @@ def inside(folder: Path, name: str, named_by: Path) -> Path:
     if parts.suffix.lower() in PICKLES:
         raise LoadError(f"{named_by}: names {name!r}, a pickle: it could run code and is not opened. Use safetensors.")
     path = folder / parts
+    if path.is_symlink() and not path.exists():
+        raise LoadError(f"{path}: is a link to {path.readlink()}, which does not exist; the download is incomplete")
     if not path.exists():
         raise LoadError(f"{named_by}: names the file {name!r}, which is not in {folder}")
     real, root = path.resolve(), folder.resolve()

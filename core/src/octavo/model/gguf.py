@@ -122,7 +122,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": need("context_length"),
-        "rms_norm_eps": need("attention.layer_norm_rms_epsilon", float),
+        "rms_norm_eps": float(need("attention.layer_norm_rms_epsilon", (int, float))),
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": _rope(file, prefix, head_dim),
     }
@@ -156,12 +156,15 @@ def _refuse_unknown(file: GGUFFile, prefix: str) -> None:
 
 def _rope(file: GGUFFile, prefix: str, head_dim: int) -> dict[str, Any]:
     """rope_parameters as transformers 5 writes them, from the rope.* keys and the rope_freqs tensor."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.get(prefix + "rope.freq_base", 10000.0, float)}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(file.get(prefix + "rope.freq_base", 10000.0, (int, float))),
+    }
     rotated = file.get(prefix + "rope.dimension_count", head_dim, int)
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     kind = file.get(prefix + "rope.scaling.type", "none", str)
-    factor = file.get(prefix + "rope.scaling.factor", 1.0, float)
+    factor = float(file.get(prefix + "rope.scaling.factor", 1.0, (int, float)))
     original = file.get(prefix + "rope.scaling.original_context_length", None, int)
     if kind == "linear":
         rope.update(rope_type="linear", factor=factor)
