@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from octavo.cache.pool import kv_tokens, plan_groups
 from octavo.catalog import Catalog, Device, Kind, Needs
 from octavo.config import EngineConfig
 from octavo.decision import Decision, OperatorDecision
 from octavo.engine.device import BF16_UNITS, Threads, choose_device, spare_threads
 from octavo.engine.sizing import Sizing, estimate_weight_bytes, size_pool, workspace_bytes
 from octavo.errors import ConfigError
-from octavo.interfaces import AttentionParts, CacheLayout, KVGroup, KVSpec, Limits, ModelFacts
+from octavo.interfaces import AttentionParts, CacheLayout, KVGroup, Limits, ModelFacts
 
 if TYPE_CHECKING:
     from octavo.model.source import ModelSource
@@ -77,10 +78,8 @@ class Plan:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens of full contexts that the pool holds; with one group of full attention, blocks x block size."""
-        if len(self.groups) == 1 and self.groups[0].spec.window is None:
-            return self.num_blocks * self.block_size
-        return int(self.sizing.contexts * self.limits.max_model_len)
+        """Tokens that the pool holds (with windows: of sequences of max_model_len)."""
+        return kv_tokens(self.groups, self.num_blocks, self.limits.max_model_len, self.limits.max_num_batched_tokens)
 
     def decisions(self) -> dict[Kind, Decision | OperatorDecision]:
         """By kind, in the order of the build."""
@@ -103,7 +102,6 @@ class Plan:
 
 def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     """Decide everything about an engine. Raises ConfigError, PluginError or LoadError; allocates nothing."""
-    from octavo.cache.pool import plan_groups
     from octavo.model.source import resolve_source
 
     if config.trust_remote_code:
@@ -139,8 +137,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     )
     block_size, why["block_size"] = _block_size(wanted, adapter.recommend(source.config), attention)
     backend = attention.create(AttentionParts(device, dtype))
-    layouts: dict[KVSpec, CacheLayout] = {spec: backend.layout(spec, block_size) for spec in dict.fromkeys(facts.kv_specs)}
-    groups = tuple(plan_groups(facts.kv_specs, backend.layout, block_size))
+    groups = plan_groups(facts.kv_specs, backend.layout, block_size)
 
     item = DTYPE_BYTES[dtype]
     weights = estimate_weight_bytes(facts, source.config, item) if dummy else source.weight_bytes(dtype)
@@ -160,7 +157,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         limits=limits,
         block_size=block_size,
         groups=groups,
-        layouts=tuple(layouts[group.spec] for group in groups),
+        layouts=tuple(backend.layout(group.spec, group.block_size) for group in groups),
         sizing=sizing,
         model=model,
         quantizer=quantizer,

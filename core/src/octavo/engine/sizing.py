@@ -6,11 +6,13 @@ computed from and the value that would fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from octavo.cache.geometry import sequence_blocks
+from octavo.cache.pool import block_bytes, blocks_for_bytes
 from octavo.catalog import Device
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -19,13 +21,15 @@ from octavo.interfaces import KVGroup, Limits, ModelFacts
 CPU_CONTEXTS = 1.25
 """Default pool of a CPU, in full contexts: one request may always run to the end, and short ones share the rest."""
 
+NOTHING_FITS = "Not even one token would fit: free memory, or use a smaller model"
+
 CUDA_FIXED_BYTES = 512 << 20
 """CUDA context, library workspaces and captured graphs, roughly, on any GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The pool's size. block_bytes: one block in every layer of its group. blocks_per_context: what one
+    """The pool's size. block_bytes: one block id, in every tensor of the pool. blocks_per_context: what one
     sequence of max_model_len tokens holds at most. hard: requests that do not fit now are refused."""
 
     num_blocks: int
@@ -38,17 +42,13 @@ class Sizing:
 
     @property
     def bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        """Of the pool, its scratch page included."""
+        return (self.num_blocks + 1) * self.block_bytes
 
     @property
     def contexts(self) -> float:
         """Full contexts that the pool holds: the maximum concurrency of requests that use all of theirs."""
         return self.num_blocks / self.blocks_per_context
-
-
-def block_bytes(groups: Sequence[KVGroup]) -> int:
-    """Bytes of one pool block: a page in each layer of a group (groups have equal pages and layer counts)."""
-    return max(group.page_bytes * len(group.layers) for group in groups)
 
 
 def workspace_bytes(facts: ModelFacts, config: Mapping[str, Any], limits: Limits, device: Device, dtype_bytes: int) -> int:
@@ -85,47 +85,50 @@ def size_pool(
         raise ConfigError(f"{' and '.join(_flag(n) for n in given)} both size the KV cache; give one of them")
     each = block_bytes(groups)
     context = sequence_blocks(groups, limits.max_model_len, limits.max_num_batched_tokens)
-    room = device.free_memory - weight_bytes - workspace
+    room = max(device.free_memory - weight_bytes - workspace, 0)
     count = config.num_gpu_blocks or config.num_gpu_blocks_override
     if count is not None:
         reason = f"{_flag(given[0])} {count}" + (
             "" if count >= context else f"; less than the {context} of one full context: longer requests are refused"
         )
-        budget = count * each
     elif config.kv_cache_memory_bytes is not None:
-        budget = config.kv_cache_memory_bytes
-        reason = f"--kv-cache-memory-bytes {size_text(budget)} / {size_text(each)} a block"
-        _check_context(budget // each, context, groups, limits, f"--kv-cache-memory-bytes {size_text(budget)}")
+        count = blocks_for_bytes(groups, config.kv_cache_memory_bytes)
+        reason = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes} in blocks of {size_text(each)}"
     elif device.type == "cpu":
-        budget = int(-(-context * CPU_CONTEXTS // 1)) * each
+        count = math.ceil(context * CPU_CONTEXTS)
         reason = f"default of a CPU: {CPU_CONTEXTS:g} contexts of {limits.max_model_len} tokens"
     else:
-        share = int(config.gpu_memory_utilization * device.memory)
         held = device.memory - device.free_memory
-        budget = share - held - weight_bytes - workspace
+        budget = int(config.gpu_memory_utilization * device.memory) - held - weight_bytes - workspace
+        count = blocks_for_bytes(groups, max(budget, 0))
         reason = (
-            f"{config.gpu_memory_utilization:g} of {size_text(device.memory)}, less {size_text(held)} held by other processes, "
+            f"{config.gpu_memory_utilization:g} of {size_text(device.memory)}, less {size_text(held)} held already, "
             f"{size_text(weight_bytes)} of weights and {size_text(workspace)} of workspace"
         )
-        _check_context(max(budget, 0) // each, context, groups, limits, f"what is left of GPU memory ({reason})")
-    if budget > room:
-        room = max(room, 0)
-        advice = _advice(_longest(groups, int(room // each / CPU_CONTEXTS), limits))
-        if given and room >= each:
-            advice = f"{_flag(given[0])} {room if given[0] == 'kv_cache_memory_bytes' else room // each} would fit"
+    fits = blocks_for_bytes(groups, room)
+    if count > fits:
         raise ConfigError(
-            f"the KV cache needs {size_text(budget)} ({reason}), but {device.type} has {size_text(room)} for it: {size_text(device.free_memory)} "
-            f"free, less {size_text(weight_bytes)} of weights and {size_text(workspace)} of workspace. {advice}"
+            f"the KV cache needs {size_text((count + 1) * each)} ({reason}), but the {device.type} has {size_text(room)} for it: "
+            f"{size_text(device.free_memory)} free, less {size_text(weight_bytes)} of weights and {size_text(workspace)} of workspace. "
+            + _advice(given, fits, room, groups, limits)
         )
-    return Sizing(budget // each, each, context, weight_bytes, workspace, config.num_gpu_blocks is not None, reason)
+    if count < context and (not given or given[0] == "kv_cache_memory_bytes"):
+        longest = _longest(groups, count, limits)
+        raise ConfigError(
+            f"one sequence of {limits.max_model_len} tokens needs {context} KV blocks, but there is memory for {count} ({reason}). "
+            + (f"--max-model-len {longest} would fit" if longest else NOTHING_FITS)
+        )
+    return Sizing(count, each, context, weight_bytes, workspace, config.num_gpu_blocks is not None, reason)
 
 
-def _check_context(blocks: int, context: int, groups: Sequence[KVGroup], limits: Limits, what: str) -> None:
-    if blocks < context:
-        raise ConfigError(
-            f"one sequence of {limits.max_model_len} tokens needs {context} KV blocks, but {what} holds {blocks}. "
-            + _advice(_longest(groups, blocks, limits))
-        )
+def _advice(given: Sequence[str], fits: int, room: int, groups: Sequence[KVGroup], limits: Limits) -> str:
+    """What would fit instead: a value of the flag that was given, or a shorter context."""
+    if fits < 1:
+        return NOTHING_FITS
+    if given:
+        return f"{_flag(given[0])} {room if given[0] == 'kv_cache_memory_bytes' else fits} would fit"
+    longest = _longest(groups, int(fits / CPU_CONTEXTS), limits)
+    return f"--max-model-len {longest} would fit" if longest else NOTHING_FITS
 
 
 def _longest(groups: Sequence[KVGroup], blocks: int, limits: Limits) -> int:
@@ -138,10 +141,6 @@ def _longest(groups: Sequence[KVGroup], blocks: int, limits: Limits) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _advice(fits: int) -> str:
-    return f"--max-model-len {fits} would fit" if fits else "Not even one token would fit: free memory, or use a smaller model"
 
 
 def _flag(name: str) -> str:
