@@ -28,12 +28,15 @@ def register_allocators() -> list[Provider]:
 
 @hookimpl
 def register_schedulers() -> list[Provider]:
+    from octavo.scheduling.scheduler import SchedulerOptions
+
     return [
         Provider(
             "continuous",
             "scheduler",
             "octavo.scheduling.scheduler:ContinuousScheduler",
             priority=1,
+            options=SchedulerOptions,
             summary="Continuous batching under one token budget",
         )
     ]
@@ -73,7 +76,7 @@ def register_model_adapters() -> list[Provider]:
         Provider(
             "decoder",
             "model",
-            "octavo.model.decoder:DecoderAdapter",
+            "octavo.model.adapters:DecoderAdapter",
             priority=1,
             accepts=accepts_decoder,
             summary="One config-driven decoder: " + ", ".join(DECODER_ARCHITECTURES),
@@ -109,6 +112,9 @@ def register_executors() -> list[Provider]:
 
 def accepts_torch_attention(needs: Needs, options: Any) -> Accept | Reject:
     """Any device, any shape, any block size; small blocks on a CPU, larger ones where launches cost more."""
+    other = next((spec.kind for spec in needs.facts.get("kv_specs", ()) if spec.kind not in ("full", "window")), None)
+    if other:
+        return Reject(f"a layer has a KV cache of kind {other!r}; this backend keeps full and window caches")
     sizes = (16, 32, 64, 128, 8) if needs.device.type == "cpu" else (64, 32, 16, 128, 8)
     return Accept({"block_sizes": sizes}, "runs on any device, for any head shape and block size")
 

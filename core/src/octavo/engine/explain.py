@@ -85,57 +85,49 @@ def explain(plan: Plan) -> dict[str, Any]:
 
 
 def render(plan: Plan) -> RenderableType:
-    """Tables for a terminal (a rich renderable)."""
+    """The plan for a terminal (a rich renderable): one line per decision, and one per provider that lost."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     told = explain(plan)
     model, cache = told["model"], told["kv_cache"]
-    head = Text.assemble(
-        (model["name"], "bold"),
-        f"  {model['architecture']}, {size_text(model['weight_bytes'])} of weights, from {model['path']}",
-    )
+    lines: list[RenderableType] = [
+        Text(model["name"], style="bold"),
+        Text(f"{model['architecture']}, {size_text(model['weight_bytes'])} of weights as {plan.dtype}"),
+        Text(model["path"], style="dim", overflow="fold"),
+    ]
 
-    parts = Table(title="Parts", title_justify="left", show_lines=True, expand=True)
-    for column, ratio in (("part", 2), ("chosen", 3), ("why", 6), ("not chosen, and why", 8)):
-        parts.add_column(column, ratio=ratio, overflow="fold")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for column in ("what", "is"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("why", overflow="fold")
     for kind, decision in plan.decisions().items():
-        if isinstance(decision, OperatorDecision):
-            chosen = "\n".join(f"{d.name} ({d.origin})" for d in decision.chosen)
-            why = "\n".join(d.reason for d in decision.chosen)
-            if len(decision.chosen) > 1:
-                why = f"each operator is served by the first of these that offers it\n{why}"
-        else:
-            chosen, why = f"{decision.name} ({decision.origin})", decision.reason
-        others = "\n".join(f"{v.name} ({v.distribution}): {v.reason}" for v in decision.others)
-        parts.add_row(Text(kind), Text(chosen, style="bold"), Text(why), Text(others or "there is no other"))
-
-    values = Table(title="Values", title_justify="left", expand=True)
-    for column, ratio in (("value", 3), ("is", 4), ("why", 10)):
-        values.add_column(column, ratio=ratio, overflow="fold")
+        chosen = decision.chosen if isinstance(decision, OperatorDecision) else (decision,)
+        for place, one in enumerate(chosen):
+            table.add_row(Text("" if place else kind), Text(one.name, style="bold"), Text(f"{one.origin}: {one.reason}"))
+        for other in decision.others:
+            table.add_row("", Text(f"not {other.name}", style="dim"), Text(f"{other.distribution}: {other.reason}", style="dim"))
+    table.add_row()
     for name, item in told["values"].items():
-        values.add_row(Text(name), Text(str(item["value"]), style="bold"), Text(item["why"]))
+        table.add_row(Text(name), Text(str(item["value"]), style="bold"), Text(item["why"]))
+    lines += [Text(), table, Text()]
 
-    lines = [
+    lines.append(
         Text(
             f"KV cache: {cache['tokens']:,} tokens in {cache['num_blocks']:,} blocks, {size_text(cache['bytes'])}; "
             f"{cache['max_concurrency']:.2f} requests of {plan.limits.max_model_len:,} tokens at once"
         )
-    ]
+    )
     for group in cache["groups"]:
-        window = f", window {group['window']}" if group["window"] else ""
+        window = f" {group['window']}" if group["window"] else ""
         lines.append(
             Text(
-                f"  {len(group['layers'])} layers {group['kind']}{window}: pages of {group['block_size']} tokens, "
-                f"{size_text(group['page_bytes'])}, {group['order']} {group['page_shape']} {group['dtype']}"
+                f"  {len(group['layers'])} layers, {group['kind']}{window}: pages of {group['block_size']} tokens, "
+                f"{size_text(group['page_bytes'])}, {group['dtype']} {group['order']} = {group['page_shape']}"
             )
         )
     for problem in told["catalog"]["problems"]:
-        lines.append(
-            Text(
-                f"{problem['distribution']}: {problem['kind']} {problem['name']} {problem['state']}: {problem['reason']}",
-                style="red",
-            )
-        )
-    return Group(head, parts, values, *lines)
+        text = f"{problem['distribution']}: {problem['kind']} {problem['name']} {problem['state']}: {problem['reason']}"
+        lines.append(Text(text, style="red"))
+    return Group(*lines)

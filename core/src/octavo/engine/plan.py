@@ -254,7 +254,9 @@ def _limits(config: EngineConfig, facts: ModelFacts, device: Device, why: dict[s
     default = BATCHED_TOKENS[device.type]
     batched = config.max_num_batched_tokens or default
     why["max_num_batched_tokens"] = (
-        "named in the configuration" if config.max_num_batched_tokens else f"default of a {device.type}"
+        "named in the configuration"
+        if config.max_num_batched_tokens
+        else f"the default on a {'GPU' if device.type == 'cuda' else 'CPU'}"
     )
     if not config.enable_chunked_prefill and batched < length:
         if config.max_num_batched_tokens:
@@ -263,7 +265,7 @@ def _limits(config: EngineConfig, facts: ModelFacts, device: Device, why: dict[s
                 f"raise it to {length}, lower --max-model-len, or leave out --no-enable-chunked-prefill"
             )
         batched, why["max_num_batched_tokens"] = length, "a whole prompt, since chunked prefill is off"
-    why["max_num_seqs"] = "as configured"
+    why["max_num_seqs"] = "named in the configuration" if "max_num_seqs" in config.model_fields_set else "the default"
     return Limits(config.max_num_seqs, batched, length)
 
 

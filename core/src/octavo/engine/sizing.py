@@ -96,7 +96,7 @@ def size_pool(
         reason = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes} in blocks of {size_text(each)}"
     elif device.type == "cpu":
         count = math.ceil(context * CPU_CONTEXTS)
-        reason = f"default of a CPU: {CPU_CONTEXTS:g} contexts of {limits.max_model_len} tokens"
+        reason = f"the default on a CPU: {CPU_CONTEXTS:g} contexts of {limits.max_model_len} tokens"
     else:
         held = device.memory - device.free_memory
         budget = int(config.gpu_memory_utilization * device.memory) - held - weight_bytes - workspace
