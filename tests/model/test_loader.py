@@ -210,7 +210,7 @@ def test_a_quantised_tensor_where_floats_are_wanted_is_refused(model: Path, dtyp
 def test_a_float_tensor_where_a_quantised_one_is_wanted_is_refused(model: Path) -> None:
     table = WeightTable()
     table.declare("lm_head.weight", (512, 64), lambda t: pytest.fail("filled"), dtypes=("float8_e4m3fn",))
-    with pytest.raises(LoadError, match="lm_head.weight is float32.*needs float8_e4m3fn"):
+    with pytest.raises(LoadError, match=r"lm_head.weight is float32.*needs float8_e4m3fn"):
         load_weights(resolve_source(str(model)), table, "float32", ignored=lambda n: n != "lm_head.weight")
 
 
@@ -483,5 +483,5 @@ def test_dummy_weights_respect_the_declared_dtypes_and_need_a_shape(model: Path)
 
 def test_a_load_format_that_the_files_do_not_have_is_refused(model: Path, demo_path: Path) -> None:
     refused(model, "load_format is 'gguf'", "safetensors", load_format="gguf")
-    with pytest.raises(LoadError, match="load_format is 'safetensors'.*gguf"):
+    with pytest.raises(LoadError, match=r"load_format is 'safetensors'.*gguf"):
         load_weights(resolve_source("demo"), WeightTable(), "float32", load_format="safetensors")
