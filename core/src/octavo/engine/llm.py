@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.config import EngineConfig
-from octavo.engine.build import build_engine
+from octavo.engine.build import build_from_plan
+from octavo.engine.plan import plan_engine
 from octavo.engine.streams import Prompt, prompt_parts
 from octavo.errors import AdmissionRefused, OctavoError, RequestError
-from octavo.model.source import resolve_source
 from octavo.plugins import discover
 from octavo.request import Request, SamplingParams, check_request
 from octavo.text.chat import render_chat
@@ -30,10 +30,10 @@ class LLM:
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         config = EngineConfig(model=model, **{"max_num_queued_reqs": 0, **options})
-        source = resolve_source(config.model, config.revision)
+        plan = plan_engine(config, discover(config.plugins))
         self.config = config
-        self.engine = build_engine(config, discover(config.plugins), source=source)
-        self.tokenizer = Tokenizer.from_source(source, config)
+        self.tokenizer = Tokenizer.from_source(plan.source, config)
+        self.engine = build_from_plan(plan)
         self._processor = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
 

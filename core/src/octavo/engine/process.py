@@ -52,8 +52,7 @@ class EngineLoop:
         engine = build_engine(config, catalog, progress=self._progress)
         gc.collect()
         gc.freeze()  # the model and the catalogue are garbage for nobody: keep the collector off them
-        inventory = [msgspec.to_builtins(row) for row in catalog.inventory_rows()]
-        ready = messages.Ready(engine.info, engine.explain, inventory, time.perf_counter() - began)
+        ready = messages.Ready(engine.info, engine.explain, catalog.inventory(), time.perf_counter() - began)
         self._send(messages.READY, ready)
         while self._open:
             if not engine.busy:

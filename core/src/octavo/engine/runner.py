@@ -69,11 +69,10 @@ class ModelRunner:
         rows = np.flatnonzero(batch.sample)
         if not len(rows):
             return self._handle(batch, rows, None, prompts)
-        slots = self._ids(batch.slots[rows])
-        positions = self._ids(batch.start[rows] + batch.num_new[rows])
+        slots, positions = batch.slots[rows], batch.start[rows] + batch.num_new[rows]
         logits = self._model.logits(hidden[step.logit_index])
         sampled = self._sampler.sample(logits, slots, positions, self._state.tokens)
-        self._state.tokens[slots, positions] = sampled.tokens
+        self._state.tokens[self._ids(slots), self._ids(positions)] = sampled.tokens
         return self._handle(batch, rows, sampled, prompts)
 
     def _ids(self, array: np.ndarray) -> Tensor:

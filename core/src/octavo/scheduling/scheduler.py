@@ -173,10 +173,15 @@ class ContinuousScheduler:
             if self._admit(sequence, draft):
                 continue
             victim = self._running[-1] if self._running else None
-            better = victim is not None and sequence.request.priority < victim.request.priority
-            if victim is None or self._parts.policy != "priority" or not better:
+            if victim is None or not self._outranks(sequence, victim):
                 return
             self._preempt(victim, draft)
+
+    def _outranks(self, waiting: Sequence, running: Sequence) -> bool:
+        """Whether to preempt: only for a strictly better priority, so that equals never swap places, and only
+        if the victim then queues behind, so that ageing cannot bring it straight back."""
+        better = waiting.request.priority < running.request.priority
+        return self._parts.policy == "priority" and better and waiting.key < running.key
 
     def _admit(self, sequence: Sequence, draft: Draft) -> bool:
         """Move the queue's head into a slot if slot, blocks and budget allow; else change nothing."""

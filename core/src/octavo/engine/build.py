@@ -1,0 +1,183 @@
+"""Engine.build as a recipe: a Plan in, an Engine out. Takes no decision of its own.
+
+Order: device, model and weights, pool, attention, allocator, scheduler, executor. Every part is
+created from exactly the Decision that `octavo plugins explain` prints.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from octavo.attention.layer import PagedAttention
+from octavo.cache.pool import Pool
+from octavo.catalog import Catalog
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.engine.executor import ExecutorParts
+from octavo.engine.plan import Plan, plan_engine
+from octavo.engine.runner import ModelRunner
+from octavo.interfaces import (
+    AllocatorParts,
+    AttentionLayer,
+    AttentionParts,
+    BoundGroup,
+    Limits,
+    Model,
+    ModelParts,
+    OperatorParts,
+    QuantizerParts,
+    SchedulerParts,
+)
+from octavo.model.loader import WeightTable, load_weights
+from octavo.model.rope import rope_variant
+from octavo.request import ModelInfo
+from octavo.sampling.sampler import Sampler
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[..., None]
+"""progress(stage, done=0, total=0)"""
+
+
+def build_engine(config: EngineConfig, catalog: Catalog, *, progress: Progress | None = None) -> Engine:
+    """Plan, then build. Raises ConfigError, PluginError or LoadError before any weight is read where
+    that can be known."""
+    return build_from_plan(plan_engine(config, catalog), progress=progress)
+
+
+def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
+    """Create every part that the plan names."""
+    tell = progress or (lambda stage, done=0, total=0: None)
+    began = time.perf_counter()
+    device = _device(plan)
+    tell("model")
+    model, layers, backend = _model(plan, device, tell)
+    tell("memory")
+    pool = Pool(plan.groups, plan.layouts, plan.num_blocks, device)
+    bound = [
+        BoundGroup(group, layout, tuple(layers[i] for i in group.layers), pool.caches(group))
+        for group, layout in zip(plan.groups, plan.layouts, strict=True)
+    ]
+    backend.bind(bound, plan.limits)
+    sampler = Sampler(plan.limits.max_num_seqs, plan.facts.vocab_size, device, valid_vocab=_valid_vocab(plan))
+    allocator = plan.allocator.create(
+        AllocatorParts(
+            groups=plan.groups,
+            num_blocks=plan.num_blocks,
+            max_rows=plan.limits.max_num_seqs,
+            max_model_len=plan.limits.max_model_len,
+            prefix_caching=plan.config.enable_prefix_caching,
+        )
+    )
+    stream = random.Random(plan.config.seed)
+    scheduler = plan.scheduler.create(
+        SchedulerParts(
+            allocator=allocator,
+            limits=plan.limits,
+            policy=plan.config.scheduling_policy,
+            max_queued=plan.config.max_num_queued_reqs,
+            chunked_prefill=plan.config.enable_chunked_prefill,
+            hard_blocks=plan.sizing.hard,
+            clock=time.monotonic,
+            seeds=lambda: stream.getrandbits(63),
+            salt=lambda bound: rope_variant(plan.source.config, bound),
+        )
+    )
+    executor = plan.executor.create(
+        ExecutorParts(
+            runner=lambda: ModelRunner(model, backend, plan.groups, plan.limits, device, sampler),
+            asynchronous=device.type == "cuda",
+        )
+    )
+    engine = Engine(_info(plan), scheduler, allocator, executor, plan.explain())
+    plan.catalog.ready(engine)
+    _announce(plan, time.perf_counter() - began)
+    return engine
+
+
+def _device(plan: Plan) -> torch.device:
+    if plan.device.type == "cuda":
+        torch.cuda.set_device(plan.device.index)
+        return torch.device("cuda", plan.device.index)
+    assert plan.threads is not None
+    torch.set_num_threads(plan.threads.count)
+    return torch.device("cpu")
+
+
+def _model(plan: Plan, device: torch.device, tell: Progress) -> tuple[Model, dict[int, AttentionLayer], Any]:
+    """The model with its weights, its attention layers by index, and the (not yet bound) backend."""
+    dtype = getattr(torch, plan.dtype)
+    table = WeightTable()
+    quantizer = plan.quantizer.create(QuantizerParts(plan.device, plan.dtype, plan.source.quantization_config or {}, table))
+    backend = plan.attention.create(AttentionParts(plan.device, plan.dtype))
+    operators = plan.operators.create(OperatorParts(plan.device, plan.dtype))
+    layers: dict[int, AttentionLayer] = {}
+
+    def attention(layer: AttentionLayer) -> PagedAttention:
+        layers[layer.index] = layer
+        return PagedAttention(layer, backend)
+
+    adapter = plan.model.create(None)
+    model = adapter.build(
+        plan.source.config,
+        ModelParts(
+            device=plan.device,
+            dtype=plan.dtype,
+            limits=plan.limits,
+            weights=table,
+            linear=quantizer.linear,
+            tied=quantizer.tied,
+            attention=attention,
+            op=operators,
+        ),
+    )
+    load_weights(
+        plan.source,
+        table,
+        dtype=dtype,
+        device=device,
+        ignored=adapter.ignored,
+        dummy=plan.config.load_format == "dummy",
+        progress=lambda done, total: tell("weights", done, total),
+    )
+    model.finish()
+    return model, layers, backend
+
+
+def _valid_vocab(plan: Plan) -> int | None:
+    """Ids that the tokenizer knows, where the model's logits are padded past them; None where they are not."""
+    known = plan.source.tokenizer_size()
+    return known if known and known < plan.facts.vocab_size else None
+
+
+def _info(plan: Plan) -> ModelInfo:
+    return ModelInfo(
+        model=plan.source.name,
+        vocab_size=plan.facts.vocab_size,
+        max_model_len=plan.limits.max_model_len,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        kv_cache_tokens=plan.kv_cache_tokens,
+        dtype=plan.dtype,
+        eos_token_ids=plan.source.eos_token_ids(),
+        max_num_seqs=plan.limits.max_num_seqs,
+    )
+
+
+def _announce(plan: Plan, seconds: float) -> None:
+    """The start-up lines that operators look for."""
+    for kind, decision in plan.decisions().items():
+        log.info("%s: %s", kind, decision)
+    where = "GPU" if plan.device.type == "cuda" else "CPU"
+    log.info("%s KV cache size: %s tokens", where, f"{plan.kv_cache_tokens:,}")
+    log.info("Maximum concurrency for %s tokens per request: %.2fx", f"{plan.limits.max_model_len:,}", plan.sizing.contexts)
+    log.info("engine built in %.1f s", seconds)
+
+
+__all__ = ["Limits", "Mapping", "build_engine", "build_from_plan"]
