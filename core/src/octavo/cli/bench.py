@@ -19,7 +19,7 @@ from octavo.config import EngineConfig
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        usage="octavo bench {offline,serve,startup,allocator} ...",
+        usage="octavo bench {offline,serve,startup,allocator,kernel} ...",
         description="Measure. Every benchmark takes --json, which prints each figure with settings, versions and commit.",
     )
     kinds = parser.add_subparsers(metavar="BENCHMARK", required=True, title="benchmarks", dest="benchmark")
@@ -27,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
     _serve(kinds)
     _startup(kinds)
     _allocator(kinds)
+    _kernel(kinds)
 
 
 def _offline(kinds: Any) -> None:
@@ -204,6 +205,43 @@ def _run_allocator(args: argparse.Namespace) -> int:
     return _print_table(
         [f"{record['us_per_block']:.3f} us a block", f"{record['us_per_block_hashed']:.3f} us with hash, publish and match"], {}
     )
+
+
+def _kernel(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "kernel",
+        help="attention backends on a GPU, against the device's ceilings",
+        usage="octavo bench kernel BACKEND ... [--shapes SET] [--kv-dtype DTYPE] [--enable DISTRIBUTION] [--json]",
+        description="Time attention backends, by name, on decode and prefill shapes. Needs a CUDA device.",
+    )
+    parser.add_argument("backends", nargs="+", metavar="BACKEND", help="Names of attention backends (octavo plugins list).")
+    parser.add_argument(
+        "--shapes", action="append", choices=["decode", "ragged", "prefill"], help="Default is all three (repeatable)."
+    )
+    parser.add_argument(
+        "--kv-dtype", action="append", metavar="DTYPE", help="Precision of the cache (repeatable). [default: bfloat16]"
+    )
+    parser.add_argument("--block-size", type=_count, metavar="N", help="Tokens per block; default is what each backend prefers.")
+    parser.add_argument("--enable", action="append", default=[], metavar="DISTRIBUTION", help="Plugin to enable (repeatable).")
+    _json_flag(parser)
+    parser.set_defaults(func=_run_kernel)
+
+
+def _run_kernel(args: argparse.Namespace) -> int:
+    import sys
+
+    from octavo.bench import kernel
+    from octavo.plugins import discover
+
+    record = kernel.run(
+        args.backends,
+        [shape for name in args.shapes or kernel.SETS for shape in kernel.SETS[name]],
+        catalog=discover({"enable": args.enable}),
+        kv_dtypes=args.kv_dtype or ["bfloat16"],
+        block_size=args.block_size,
+        log=lambda text: print(text, file=sys.stderr if args.json else sys.stdout, flush=True),
+    )
+    return _print_json(record) if args.json else 0
 
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:
