@@ -148,7 +148,7 @@ def test_a_preempted_row_keeps_the_token_that_was_in_flight(tiny1: Path, late: i
     spec = {"prompt": list(range(60, 80)), "max_tokens": 30, "ignore_eos": True}
 
     def between(turn: int) -> None:
-        if turn in (4, 9, 15):
+        if turn in (4, 15, 26):
             engine.add(request(engine, f"vip{turn}", range(90, 99), max_tokens=3, ignore_eos=True, priority=-1))
 
     outcomes = run(engine, [build(engine, "slow", spec)], between=between)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from octavo.engine.engine import Engine
 from octavo.engine.executor import ExecutorParts
 from octavo.engine.plan import Plan, plan_engine
 from octavo.engine.runner import ModelRunner
+from octavo.errors import LoadError
 from octavo.interfaces import (
     AllocatorParts,
     AttentionLayer,
     AttentionParts,
     BoundGroup,
-    Limits,
     Model,
     ModelParts,
     OperatorParts,
@@ -36,6 +36,7 @@ from octavo.interfaces import (
 )
 from octavo.model.loader import WeightTable, load_weights
 from octavo.model.rope import rope_variant
+from octavo.model.tokenizer_files import load_tokenizer_files
 from octavo.request import ModelInfo
 from octavo.sampling.sampler import Sampler
 
@@ -57,7 +58,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     began = time.perf_counter()
     device = _device(plan)
     tell("model")
-    model, layers, backend = _model(plan, device, tell)
+    model, layers, backend = _model(plan, tell)
     tell("memory")
     pool = Pool(plan.groups, plan.layouts, plan.num_blocks, device)
     bound = [
@@ -110,9 +111,8 @@ def _device(plan: Plan) -> torch.device:
     return torch.device("cpu")
 
 
-def _model(plan: Plan, device: torch.device, tell: Progress) -> tuple[Model, dict[int, AttentionLayer], Any]:
+def _model(plan: Plan, tell: Progress) -> tuple[Model, dict[int, AttentionLayer], Any]:
     """The model with its weights, its attention layers by index, and the (not yet bound) backend."""
-    dtype = getattr(torch, plan.dtype)
     table = WeightTable()
     quantizer = plan.quantizer.create(QuantizerParts(plan.device, plan.dtype, plan.source.quantization_config or {}, table))
     backend = plan.attention.create(AttentionParts(plan.device, plan.dtype))
@@ -140,10 +140,11 @@ def _model(plan: Plan, device: torch.device, tell: Progress) -> tuple[Model, dic
     load_weights(
         plan.source,
         table,
-        dtype=dtype,
-        device=device,
+        plan.dtype,
+        tied=plan.facts.tied_head,
         ignored=adapter.ignored,
-        dummy=plan.config.load_format == "dummy",
+        load_format=plan.config.load_format,
+        seed=plan.config.seed,
         progress=lambda done, total: tell("weights", done, total),
     )
     model.finish()
@@ -151,9 +152,13 @@ def _model(plan: Plan, device: torch.device, tell: Progress) -> tuple[Model, dic
 
 
 def _valid_vocab(plan: Plan) -> int | None:
-    """Ids that the tokenizer knows, where the model's logits are padded past them; None where they are not."""
-    known = plan.source.tokenizer_size()
-    return known if known and known < plan.facts.vocab_size else None
+    """One past the largest id that the tokenizer knows: logits past it are padding, never sampled. None
+    where the model has no tokenizer (random weights, token ids in and out)."""
+    try:
+        files = load_tokenizer_files(plan.source)
+    except LoadError:
+        return None
+    return min(max(files.tokenizer.get_vocab(with_added_tokens=True).values()) + 1, plan.facts.vocab_size)
 
 
 def _info(plan: Plan) -> ModelInfo:
@@ -178,6 +183,3 @@ def _announce(plan: Plan, seconds: float) -> None:
     log.info("%s KV cache size: %s tokens", where, f"{plan.kv_cache_tokens:,}")
     log.info("Maximum concurrency for %s tokens per request: %.2fx", f"{plan.limits.max_model_len:,}", plan.sizing.contexts)
     log.info("engine built in %.1f s", seconds)
-
-
-__all__ = ["Limits", "Mapping", "build_engine", "build_from_plan"]

@@ -125,12 +125,16 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     def needs(kind: Kind, **facts: Any) -> Needs:
         return Needs(kind, device, dtype, facts)
 
+    # what needs no model comes first, so that a wrong name is told before a large config is read
+    policy = {"policy": config.scheduling_policy, "chunked_prefill": config.enable_chunked_prefill}
+    scheduler = catalog.resolve("scheduler", needs("scheduler", **policy), config.scheduler)
+    executor = catalog.resolve("executor", needs("executor", devices=1), config.executor)
+    quantizer = _quantizer(config, catalog, source, architecture, needs)
     model = catalog.resolve("model", needs("model", architecture=architecture, config=source.config), config.model_adapter)
     adapter = model.create(None)
     facts: ModelFacts = adapter.facts(source.config, dtype, kv_dtype)
     limits = _limits(config, facts, device, why)
 
-    quantizer = _quantizer(config, catalog, source, architecture, needs)
     wanted = None if config.block_size == "auto" else config.block_size
     attention = catalog.resolve(
         "attention", needs("attention", **attention_facts(facts, kv_dtype, wanted)), config.attention_backend
@@ -165,12 +169,8 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         allocator=catalog.resolve(
             "allocator", needs("allocator", groups=groups, prefix_caching=config.enable_prefix_caching), config.allocator
         ),
-        scheduler=catalog.resolve(
-            "scheduler",
-            needs("scheduler", policy=config.scheduling_policy, chunked_prefill=config.enable_chunked_prefill),
-            config.scheduler,
-        ),
-        executor=catalog.resolve("executor", needs("executor", devices=1), config.executor),
+        scheduler=scheduler,
+        executor=executor,
         operators=catalog.resolve_operators(needs("operators", architecture=architecture, hidden_size=facts.hidden_size)),
         why=why,
     )
