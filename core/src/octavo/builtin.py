@@ -122,7 +122,9 @@ def accepts_torch_attention(needs: Needs, options: Any) -> Accept | Reject:
 def accepts_plain_weights(needs: Needs, options: Any) -> Accept | Reject:
     method = needs.facts.get("method", "")
     if method:
-        return Reject(f"the weights are in the format {method!r}; this provider reads unquantised weights only")
+        return Reject(
+            f"the format {method!r} is wanted, and this provider keeps weights as they are: it takes a plugin that knows it"
+        )
     return Accept(reason="the weights are not quantised")
 
 
