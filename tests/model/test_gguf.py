@@ -256,6 +256,17 @@ def test_a_gguf_cut_anywhere_is_refused_with_its_name(tmp_path: Path) -> None:
             load(path, family_config("llama", layers=1))
 
 
+@pytest.mark.parametrize("offset", [1, 33, 1 << 40, (1 << 64) - 32])
+def test_a_tensor_that_lies_outside_the_file_or_unaligned_is_refused_by_name(tmp_path: Path, offset: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", family_config("llama", layers=1))
+    data, name = bytearray(path.read_bytes()), b"output_norm.weight"
+    at = data.index(name) + len(name) + 4 + 8 + 4  # after the number of dimensions, one dimension and the type
+    data[at : at + 8] = offset.to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(LoadError, match=r"m\.gguf.*output_norm\.weight"):
+        read_gguf(path)
+
+
 def test_random_damage_to_the_header_never_escapes_as_another_error(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", family_config("llama", layers=1))
     whole = bytearray(path.read_bytes())

@@ -201,17 +201,19 @@ def sentencepiece_model() -> Any:
     return sentencepiece.SentencePieceProcessor(model_proto=blob.getvalue())
 
 
-def sentencepiece_gguf(path: Path, model: Any, **extra: Any) -> Path:
+def sentencepiece_gguf(path: Path, model: Any, order: list[int] | None = None, **extra: Any) -> Path:
+    """Write a SentencePiece model as GGUF. order: the model's id that each id of the file stands for."""
     size = model.get_piece_size()
+    order = list(range(size)) if order is None else order
 
     def kind(i: int) -> int:
         return 2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1
 
     metadata = {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in range(size)],
-        "tokenizer.ggml.scores": [float(model.get_score(i)) for i in range(size)],
-        "tokenizer.ggml.token_type": [kind(i) for i in range(size)],
+        "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in order],
+        "tokenizer.ggml.scores": [float(model.get_score(i)) for i in order],
+        "tokenizer.ggml.token_type": [kind(i) for i in order],
         "tokenizer.ggml.bos_token_id": model.bos_id(),
         "tokenizer.ggml.eos_token_id": model.eos_id(),
     }
@@ -227,6 +229,15 @@ def test_a_vocabulary_with_scores_encodes_and_decodes_as_sentencepiece_does(tmp_
         assert files.tokenizer.decode(ids) == text
     assert files.add_bos and files.tokenizer.encode("hello").ids[0] == sentencepiece_model.bos_id()
     assert files.special_ids == {0, 1, 2}
+
+
+def test_scores_decide_what_is_joined_first_whatever_the_order_of_ids(tmp_path: Path, sentencepiece_model: Any) -> None:
+    size = sentencepiece_model.get_piece_size()
+    order = [0, 1, 2, *random.Random(0).sample(range(3, size), size - 3)]
+    tokenizer = load_tokenizer_files(sentencepiece_gguf(tmp_path / "m.gguf", sentencepiece_model, order)).tokenizer
+    for text in texts(200, ["hello", " world", "Paris", " fox", "jumps over", "dogdog", " the", " that", "everever"]):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert [order[i] for i in ids] == sentencepiece_model.encode(text), text
 
 
 def test_no_space_is_put_in_front_where_the_metadata_says_so(tmp_path: Path, sentencepiece_model: Any) -> None:

@@ -158,6 +158,10 @@ def test_an_untied_model_without_lm_head_is_refused(model: Path) -> None:
     refused(model, "missing: lm_head.weight", "tie_word_embeddings")
 
 
+def test_a_model_that_forgot_to_ask_for_its_untied_lm_head_is_refused(model: Path) -> None:
+    refused(model, "unexpected: lm_head.weight", config=tiny_config(layers=1, tie=True), tied=False)
+
+
 # ---------------------------------------------------------------- tensors that do not fit
 
 
