@@ -20,7 +20,7 @@ help:
 	@echo "make run       serve SmolLM2-135M-Instruct on http://127.0.0.1:8000"
 	@echo "make test      run the tests              (ARGS=... goes to pytest)"
 	@echo "make lint      ruff and mypy"
-	@echo "make docs      regenerate the tables in docs/"
+	@echo "make docs      rewrite the generated parts of docs/"
 	@echo "make bench     the CPU benchmarks against transformers (ARGS=... goes to octavo bench offline)"
 	@echo "make gpu-test  the tests that need a GPU  (PYTHON=... is the interpreter; installs nothing)"
 
@@ -54,7 +54,7 @@ lint: setup
 	$(BIN)/mypy
 
 docs: setup
-	$(BIN)/python -m octavo.cli.reference docs/configuration.md
+	$(BIN)/python -m octavo.cli.reference docs/*.md
 
 bench: setup
 	@for name in cpu-bs1 cpu-b16 cpu-prefill; do $(BIN)/octavo bench offline demo --workload $$name --against transformers $(ARGS) || exit 1; done

@@ -230,9 +230,11 @@ def test_an_integer_is_taken_exactly_or_refused_never_clamped(option: Option, nu
 
 
 class TestDocs:
-    def test_the_tables_in_the_docs_are_the_ones_that_config_gives(self) -> None:
-        page = (DOCS / "configuration.md").read_text()
+    @pytest.mark.parametrize("name", ["configuration.md", "architecture.md"])
+    def test_the_generated_parts_of_a_page_are_fresh(self, name: str) -> None:
+        page = (DOCS / name).read_text()
         assert page == reference.insert(page), "run `make docs`"
+        assert any(reference.BEGIN.format(part) in page for part in reference.GENERATORS)
 
     def test_every_field_has_help_and_a_group(self) -> None:
         assert [o.name for o in ALL if not o.help.endswith(".") or o.group == "other"] == []

@@ -1,19 +1,22 @@
-"""The tables of docs/configuration.md, written from config.py: `python -m octavo.cli.reference FILE`.
+"""What docs/ holds that is written by a program: `python -m octavo.cli.reference PAGE ...` (`make docs`).
 
-Owns the text between the two markers of that page and nothing outside them.
+The tables of settings come from config.py, the tree of modules from their docstrings. Owns the text
+between a pair of markers and nothing outside them.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
 from pydantic import BaseModel
 
+import octavo
 from octavo.cli.options import Option, options_of
 from octavo.config import EngineConfig, ServerConfig
 
-BEGIN, END = "<!-- generated from config.py by `make docs`: begin -->", "<!-- generated: end -->"
+BEGIN, END = "<!-- {}: written by `make docs` -->", "<!-- {}: end -->"
 TITLES = ((EngineConfig, "The engine"), (ServerConfig, "The server"))
 
 
@@ -49,13 +52,35 @@ def _values(option: Option) -> str:
     return "on or off" if bool in option.kinds else option.allowed.split(" (")[0]
 
 
+def tree() -> str:
+    """Every module of the package with the first sentence of its docstring, by folder."""
+    package = Path(octavo.__file__).parent
+    modules = sorted(package.rglob("*.py"), key=lambda path: (path.parent != package, path))
+    lines = [
+        f"{path.relative_to(package).as_posix():<30}{_first_sentence(path)}" for path in modules if path.name != "__init__.py"
+    ]
+    return "\n".join(["```", *lines, "```"])
+
+
+def _first_sentence(module: Path) -> str:
+    paragraph = (ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
+    return " ".join(paragraph.split()).split(". ")[0].rstrip(".")
+
+
+GENERATORS = {"settings": tables, "modules": tree}
+
+
 def insert(page: str) -> str:
-    """The page with what stands between the markers replaced by fresh tables."""
-    before, rest = page.split(BEGIN, 1)
-    _, after = rest.split(END, 1)
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+    """The page with what stands between each pair of markers written afresh."""
+    for name, generate in GENERATORS.items():
+        begin, end = BEGIN.format(name), END.format(name)
+        if begin in page:
+            before, rest = page.split(begin, 1)
+            page = f"{before}{begin}\n\n{generate()}\n{end}{rest.split(end, 1)[1]}"
+    return page
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(insert(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for argument in sys.argv[1:]:
+        path = Path(argument)
+        path.write_text(insert(path.read_text(encoding="utf-8")), encoding="utf-8")
