@@ -8,8 +8,9 @@ the scheduler calls an allocator. Touches no tensor and no device.
     us_per_block_hashed   prefix cache on: the same with every full block hashed and published, and then
                           every prompt admitted again, which hashes it again and matches and verifies its blocks
 
-Each is the best of several repetitions (other load on the machine only ever adds time); the
-medians stand beside them.
+The calls of a repetition are always the same, so each call counts with its best time over the
+repetitions, and a stall caused by other load on the machine, which only ever adds time, is not
+taken for the allocator's. The medians of whole repetitions stand beside them.
 """
 
 from __future__ import annotations
@@ -42,21 +43,23 @@ def core_allocator(parts: AllocatorParts) -> Allocator:
 
 
 def run(
-    *, sequences: int = 256, block_size: int = 16, repetitions: int = 7, seed: int = 0, make: Make = core_allocator
+    *, sequences: int = 256, block_size: int = 16, repetitions: int = 9, seed: int = 0, make: Make = core_allocator
 ) -> dict[str, Any]:
-    """Measure an allocator. Returns us_per_block and us_per_block_hashed (best), their medians, the
-    split of the best repetition by call in microseconds a block, and the workload's numbers."""
+    """Measure an allocator. Returns us_per_block and us_per_block_hashed, their medians, their split by
+    call in microseconds a block, the bars and the workload's numbers."""
     work = Workload(sequences, block_size, seed)
-    plain = [work.life(make, prefix_caching=False) for _ in range(repetitions)]
-    hashed = [work.life(make, prefix_caching=True) for _ in range(repetitions)]
-    return {
-        "us_per_block": _total(_best(plain)),
-        "us_per_block_hashed": _total(_best(hashed)),
-        "median_us_per_block": round(statistics.median(sum(split.values()) for split in plain), 3),
-        "median_us_per_block_hashed": round(statistics.median(sum(split.values()) for split in hashed), 3),
+    found: dict[str, Any] = {}
+    for name, prefix_caching in (("us_per_block", False), ("us_per_block_hashed", True)):
+        lives = [work.life(make, prefix_caching=prefix_caching) for _ in range(repetitions)]
+        labels, best = lives[0].labels, np.min([life.seconds for life in lives], axis=0)
+        split = dict.fromkeys(labels, 0.0)
+        for label, seconds in zip(labels, best.tolist(), strict=True):
+            split[label] += seconds / work.blocks * 1e6
+        found[name] = round(sum(split.values()), 3)
+        found[f"median_{name}"] = round(statistics.median(sum(life.seconds) for life in lives) / work.blocks * 1e6, 3)
+        found[f"split_{name}"] = {label: round(value, 3) for label, value in split.items()}
+    return found | {
         "bars": {"us_per_block": BAR, "us_per_block_hashed": BAR_HASHED},
-        "split": {name: round(value, 3) for name, value in _best(plain).items()},
-        "split_hashed": {name: round(value, 3) for name, value in _best(hashed).items()},
         "sequences": sequences,
         "block_size": block_size,
         "blocks": work.blocks,
@@ -90,22 +93,22 @@ class Workload:
         self.longest = int((lengths + self.decodes).max())
         self.blocks = int((-(-(lengths + self.decodes) // block_size)).sum())
 
-    def life(self, make: Make, *, prefix_caching: bool) -> dict[str, float]:
-        """One whole run: microseconds a block, by call."""
+    def life(self, make: Make, *, prefix_caching: bool) -> _Watch:
+        """One whole run, every call timed."""
         spec = KVSpec("full", 8, 128, 128, "bfloat16")
         group = KVGroup(0, spec, tuple(range(32)), self.block_size, 4096 * self.block_size)
         parts = AllocatorParts((group,), self.blocks, len(self.prompts), self.longest, prefix_caching)
         watch = _Watch(make(parts))
         rows = np.arange(len(self.prompts), dtype=np.int32)
-        lengths = np.array([len(p) for p in self.prompts], np.int32)
+        lengths = np.array([len(p) for p in self.prompts], np.int64)
         self._prefill(watch, lengths)
         self._decode(watch, rows, lengths)
-        watch.call("release", rows)
         if prefix_caching:
             for row, prompt in enumerate(self.prompts):
                 watch.call("admit", row, prompt, "tenant", label="admit again")
-            watch.call("release", rows, label="release again")
-        return {name: seconds / self.blocks * 1e6 for name, seconds in watch.seconds.items()}
+            for ended in rows.reshape(-1, 1):
+                watch.call("release", ended, label="release again")
+        return watch
 
     def _prefill(self, watch: _Watch, lengths: np.ndarray) -> None:
         row = 0
@@ -116,7 +119,7 @@ class Workload:
             for one in range(row, end):
                 watch.call("admit", one, self.prompts[one], "tenant")
             rows = np.arange(row, end, dtype=np.int32)
-            watch.step(rows, np.zeros(end - row, np.int32), lengths[row:end])
+            watch.step(rows, np.zeros(end - row, np.int64), lengths[row:end])
             row = end
 
     def _decode(self, watch: _Watch, rows: np.ndarray, lengths: np.ndarray) -> None:
@@ -127,6 +130,8 @@ class Workload:
                 for row in rows.tolist():
                     watch.call("extend", row, np.arange(step, min(step + KNOWN_EVERY, self.decodes[row]), dtype=np.int32))
             watch.step(rows, start, start + 1)
+            for ended in rows[self.decodes[rows] == step + 1].reshape(-1, 1):
+                watch.call("release", ended)
 
 
 class _Watch:
@@ -134,14 +139,15 @@ class _Watch:
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
-        self.seconds: dict[str, float] = {}
+        self.labels: list[str] = []
+        self.seconds: list[float] = []
 
     def call(self, name: str, *arguments: Any, label: str = "") -> Any:
         method = getattr(self.allocator, name)
         began = time.perf_counter()
         answer = method(*arguments)
-        spent = time.perf_counter() - began
-        self.seconds[label or name] = self.seconds.get(label or name, 0.0) + spent
+        self.seconds.append(time.perf_counter() - began)
+        self.labels.append(label or name)
         return answer
 
     def step(self, rows: np.ndarray, start: np.ndarray, upto: np.ndarray) -> None:
@@ -149,11 +155,3 @@ class _Watch:
             raise RuntimeError("the benchmark's pool holds all of its sequences, and reserve said that it does not")
         self.call("drain")
         self.call("commit", rows, upto)
-
-
-def _best(splits: list[dict[str, float]]) -> dict[str, float]:
-    return min(splits, key=lambda split: sum(split.values()))
-
-
-def _total(split: dict[str, float]) -> float:
-    return round(sum(split.values()), 3)

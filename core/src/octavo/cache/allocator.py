@@ -5,14 +5,19 @@ waits for the device: a released block is at once reusable because whatever reus
 later to the same stream. Three parts do the work: `blocks.Blocks` (physical blocks),
 `table.GroupTable` (one block table per KV group) and `prefix.PrefixIndex` (content to block).
 
-All groups draw from one pool. Per-row bounds, int32 [max_rows], keep the common step short: a
-decode step where nothing is due compares them and returns.
+All groups draw from one pool. Per-row bounds keep the common step short: a decode step where
+nothing is due compares them and returns.
 
+    room       tokens that the row may have: max_model_len, and 0 for an empty row
+    known      tokens that `admit` and `extend` told
+    computed   tokens whose K/V a submitted step writes
     capacity   tokens that the held blocks of every group can take
     writable   from here on, every held block is the row's alone and unpublished
     surplus    a step that computes no more than this leaves blocks over
     due        computed and known up to here, there is a block to publish
     trimmable  a query at this position no longer sees the first held block of some window group
+
+They and the groups' counts are columns of one array, so that a release resets a row at once.
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ from octavo.errors import ConfigError
 from octavo.interfaces import AllocatorParts, Usage
 from octavo.request import TableUpdate
 
-NEVER = np.iinfo(np.int32).max
+NEVER = np.iinfo(np.int64).max
+
+_ZERO = np.array(0)
 
 Copies = tuple[tuple[int, np.ndarray, np.ndarray], ...]
 
@@ -60,7 +67,18 @@ class BlockAllocator:
         self._prefix_caching = parts.prefix_caching
         self._index = PrefixIndex(parts.num_blocks)
         self._blocks = Blocks(parts.num_blocks, self._index.remove)
-        self._tables = tuple(GroupTable(group, parts.max_rows, parts.max_model_len) for group in parts.groups)
+        # A row of state: the bounds, then first, held and published of each group.
+        empty = [0, 0, 0, 0, 0, -1, NEVER, NEVER] + [0, 0, 0] * len(parts.groups)
+        self._empty = np.array(empty)
+        self._state = np.tile(self._empty, (parts.max_rows, 1))
+        bounds = self._state.T[:8]
+        self._room, self._known, self._computed, self._capacity, self._writable, self._surplus, self._due, self._trimmable = (
+            bounds
+        )
+        counts = [self._state[:, at : at + 3] for at in range(8, len(empty), 3)]
+        self._tables = tuple(
+            GroupTable(group, count, parts.max_model_len) for group, count in zip(parts.groups, counts, strict=True)
+        )
         self._views = tuple(_read_only(table.array) for table in self._tables)
         self._full = tuple(t for t in self._tables if t.window is None)
         self._windowed = tuple(t for t in self._tables if t.window is not None)
@@ -69,22 +87,19 @@ class BlockAllocator:
         self._limit = parts.max_model_len
         self._copies: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._lineages: list[Lineage | None] = [None] * parts.max_rows
-        self._active = np.zeros(parts.max_rows, np.bool_)
-        self._known, self._computed, self._capacity, self._writable = (np.zeros(parts.max_rows, np.int32) for _ in range(4))
-        self._surplus = np.full(parts.max_rows, -1, np.int32)
-        self._due = np.full(parts.max_rows, NEVER, np.int32)
-        self._trimmable = np.full(parts.max_rows, NEVER, np.int32)
+        # The same memory, for scalar access: a memoryview is several times as fast as an array there.
+        self._fast_room, self._fast_known = self._room.data, self._known.data
+        self._fast_writable, self._fast_due = self._writable.data, self._due.data
 
     # ------------------------------------------------------------ a row's life
 
     def admit(self, row: int, tokens: np.ndarray, domain: str, salt: str = "", *, reuse: bool = True) -> int:
-        if self._active[row]:
+        if self._room[row]:
             raise ValueError(f"row {row} holds a sequence of {self._known[row]} tokens: release it before admitting another")
         known = len(tokens)
         if known > self._limit:
             raise ValueError(f"row {row}: {known} tokens are more than max_model_len {self._limit}")
-        self._active[row] = True
-        self._known[row] = known
+        self._room[row], self._known[row] = self._limit, known
         hit = 0
         if self._prefix_caching:
             lineage = self._lineages[row] = Lineage(tokens, domain, salt, self._sizes)
@@ -99,47 +114,40 @@ class BlockAllocator:
         return hit
 
     def extend(self, row: int, tokens: np.ndarray) -> None:
-        if not self._active[row]:
+        if not self._fast_room[row]:
             raise ValueError(f"row {row} is empty: only an admitted row can learn tokens")
-        self._known[row] += len(tokens)
+        self._fast_known[row] += len(tokens)
         lineage = self._lineages[row]
         if lineage is not None:
             lineage.extend(tokens)
 
     def fork(self, parent: int, child: int) -> None:
-        if not self._active[parent] or self._active[child]:
+        if not self._room[parent] or self._room[child]:
             raise ValueError(f"fork {parent} -> {child}: the parent must hold a sequence and the child must be empty")
-        self._active[child] = True
+        self._writable[parent] = max(int(t.held[parent]) * t.block_size for t in self._tables)
+        self._state[child] = self._state[parent]
         lineage = self._lineages[parent]
         self._lineages[child] = None if lineage is None else lineage.copy()
         rows = np.array([parent])
         for table in self._tables:
-            for counts in (table.first, table.held, table.published):
-                counts[child] = counts[parent]
             source = table.span(rows, table.first[rows], table.held[rows])
-            blocks = table.flat[source]
+            blocks = table.blocks(source)
             table.assign(source + (child - parent) * table.columns, blocks)
             self._blocks.hold(blocks)
-        for bound in (self._known, self._computed, self._capacity, self._surplus, self._due, self._trimmable):
-            bound[child] = bound[parent]
-        self._writable[parent] = self._writable[child] = max(t.held[parent] * t.block_size for t in self._tables)
 
     def release(self, rows: np.ndarray) -> None:
         rows = np.asarray(rows, np.intp)
-        rows = np.unique(rows[self._active[rows]])
-        if not rows.size:
+        rows = rows[self._room[rows] > _ZERO]
+        if rows.size > 1:
+            rows = np.unique(rows)
+        elif not rows.size:
             return
         self._publish(rows)
         self._let_go([(table, rows, table.first[rows], table.held[rows]) for table in self._tables])
-        for table in self._tables:
-            table.first[rows] = table.held[rows] = table.published[rows] = 0
-        for bound in (self._known, self._computed, self._capacity, self._writable):
-            bound[rows] = 0
-        self._surplus[rows] = -1
-        self._due[rows] = self._trimmable[rows] = NEVER
-        self._active[rows] = False
-        for row in rows.tolist():
-            self._lineages[row] = None
+        self._state[rows] = self._empty
+        if self._prefix_caching:
+            for row in rows.tolist():
+                self._lineages[row] = None
 
     # ------------------------------------------------------------ a step
 
@@ -163,7 +171,7 @@ class BlockAllocator:
             spans = []
             for table in self._tables:
                 held = table.held[some]
-                keep = np.minimum(held, np.maximum(table.first[some], -(-length // table.block_size)))
+                keep = np.minimum(held, np.maximum(table.first[some], (length + table.round_up) // table.size))
                 spans.append((table, some, keep, held))
                 table.held[some] = keep
             self._let_go(spans)
@@ -182,7 +190,7 @@ class BlockAllocator:
         for table in self._windowed:
             assert table.window is not None
             first = table.first[rows]
-            visible = np.maximum(first, (position - table.window + 1) // table.block_size)
+            visible = np.maximum(first, (position - table.window + 1) // table.size)
             visible = np.minimum(visible, table.held[rows])
             spans.append((table, rows, first, visible))
             table.first[rows] = visible
@@ -191,13 +199,13 @@ class BlockAllocator:
 
     def withdraw(self, rows: np.ndarray, computed: np.ndarray) -> None:
         rows = np.asarray(rows, np.intp)
-        alive = self._active[rows]
+        alive = self._room[rows] > _ZERO
         rows, computed = rows[alive], np.asarray(computed)[alive]
         self._computed[rows] = np.minimum(self._computed[rows], computed)
         for table in self._tables:
-            column = computed // table.block_size
+            column = computed // table.size
             held = table.held[rows]
-            blocks = table.flat[table.span(rows, np.minimum(held, np.maximum(table.first[rows], column)), held)]
+            blocks = table.blocks(table.span(rows, np.minimum(held, np.maximum(table.first[rows], column)), held))
             self._unpublish(blocks)
             table.published[rows] = np.minimum(table.published[rows], column)
         self._expect(rows)
@@ -223,7 +231,7 @@ class BlockAllocator:
         return Usage(blocks.total, blocks.free, blocks.cached, blocks.total - blocks.free - blocks.cached)
 
     def reset(self) -> None:
-        cached = self._blocks.oldest()
+        cached = np.array(self._blocks.oldest(), np.intp)
         self._blocks.published[self._index.clear()] = False
         self._blocks.discard(cached)
         self._lineages = [None] * len(self._lineages)
@@ -242,7 +250,7 @@ class BlockAllocator:
         if hit:
             for table, blocks in zip(self._tables, found, strict=True):
                 end = hit // table.block_size
-                held = np.array(blocks, np.int32)
+                held = np.array(blocks, np.intp)
                 first = end - held.size
                 table.first[row], table.held[row], table.published[row] = first, end, end
                 table.assign(np.arange(first, end) + row * table.columns, held)
@@ -287,15 +295,16 @@ class BlockAllocator:
 
     def _reserve(self, rows: np.ndarray, start: np.ndarray, upto: np.ndarray) -> bool:
         """`reserve` of rows that need a look: blocks to add, shared blocks to replace, published ones to take over."""
-        if not self._active[rows].all():
-            raise ValueError(f"reserve: rows {rows[~self._active[rows]].tolist()} are empty")
-        if int(upto.max()) > self._limit:
-            raise ValueError(f"reserve: position {int(upto.max())} is past max_model_len {self._limit}")
+        over = (upto > self._room[rows]).nonzero()[0]
+        if over.size:
+            raise ValueError(
+                f"reserve: rows {rows[over].tolist()} up to {upto[over].tolist()}: an empty row, or past max_model_len {self._limit}"
+            )
         unsafe = (start < self._writable[rows]).nonzero()[0]
         total, grown, conflicts = 0, [], []
         for table in self._tables:
             held = table.held[rows]
-            need = -(-upto // table.block_size)
+            need = (upto + table.round_up) // table.size
             end = np.maximum(held, need)
             flat = table.span(rows, held, end)
             grown.append((table, end, flat))
@@ -317,7 +326,7 @@ class BlockAllocator:
             targets = fresh[used : used + conflict.replaced.size]
             used += targets.size
             if targets.size:
-                sources = conflict.table.flat[conflict.replaced]
+                sources = conflict.table.blocks(conflict.replaced)
                 conflict.table.assign(conflict.replaced, targets)
                 self._blocks.drop(sources)  # each has a holder left, so none becomes idle
                 if conflict.copied.any():
@@ -333,29 +342,33 @@ class BlockAllocator:
         self._computed[rows] = np.minimum(self._computed[rows], start)
         alone = np.ones(rows.size, np.bool_)
         for table in self._tables:
-            table.published[rows] = np.minimum(table.published[rows], start // table.block_size)
-            alone &= table.held[rows] <= -(-upto // table.block_size)
+            table.published[rows] = np.minimum(table.published[rows], start // table.size)
+            alone &= table.held[rows] <= (upto + table.round_up) // table.size
         self._writable[rows[alone]] = start[alone]
         self._expect(rows)
 
     def _publish(self, rows: np.ndarray) -> None:
         """Offer the blocks that are computed and whose tokens are known to the index."""
+        if not self._prefix_caching:
+            return
         ready = np.minimum(self._computed[rows], self._known[rows])
-        for i in (ready >= self._due[rows]).nonzero()[0].tolist():
-            row, upto = int(rows[i]), int(ready[i])
+        todo = (ready >= self._due[rows]).nonzero()[0]
+        if not todo.size:
+            return
+        for row, upto in zip(rows[todo].tolist(), ready[todo].tolist(), strict=True):
             lineage = self._lineages[row]
             assert lineage is not None
-            due, safe = NEVER, int(self._writable[row])
+            due, safe = NEVER, self._fast_writable[row]
             for table in self._tables:
                 size = table.block_size
-                first, end = int(table.published[row]), upto // size
+                first, end = table.fast_published[row], upto // size
                 if end > first:
-                    blocks = table.array[row, first:end].tolist()
-                    done = self._index.publish(lineage, table.group, size, first, blocks)
-                    self._blocks.published[done] = True
-                    table.published[row] = end
-                safe, due = max(safe, end * size), min(due, max(first, end) * size + size)
-            self._writable[row], self._due[row] = safe, due
+                    at = row * table.columns
+                    blocks = table.fast_flat[at + first : at + end].tolist()
+                    self._blocks.publish(self._index.publish(lineage, table.group, size, first, blocks))
+                    table.fast_published[row] = first = end
+                safe, due = max(safe, end * size), min(due, first * size + size)
+            self._fast_writable[row], self._fast_due[row] = safe, due
 
     def _unpublish(self, blocks: np.ndarray) -> None:
         """Forget the content of those of these used blocks that are published."""
@@ -375,24 +388,23 @@ class BlockAllocator:
                 if len(spans) > 1:
                     depths.append(flat % table.columns * table.block_size)
         if len(blocks) == 1:
-            self._blocks.drop(blocks[0])
+            self._blocks.drop(blocks[0], distinct=spans[0][1].size == 1)
         elif blocks:
             order = np.argsort(-np.concatenate(depths), kind="stable")
-            self._blocks.drop(np.concatenate(blocks)[order])
+            self._blocks.drop(np.concatenate(blocks)[order], distinct=spans[0][1].size == 1)
 
     def _bound(self, rows: np.ndarray) -> None:
         """Recompute the bounds that follow from the columns held."""
         table = self._tables[0]
-        taken = table.held[rows] * table.block_size
-        capacity, surplus = taken, taken - table.block_size
+        capacity = table.held[rows] * table.size
+        surplus = capacity - table.size
         for table in self._tables[1:]:
-            taken = table.held[rows] * table.block_size
-            capacity, surplus = np.minimum(capacity, taken), np.maximum(surplus, taken - table.block_size)
+            taken = table.held[rows] * table.size
+            capacity, surplus = np.minimum(capacity, taken), np.maximum(surplus, taken - table.size)
         self._capacity[rows], self._surplus[rows] = capacity, surplus
         if self._windowed:
-            self._trimmable[rows] = np.min(
-                [(t.first[rows] + 1) * t.block_size + (t.window or 0) - 1 for t in self._windowed], axis=0
-            )
+            ends = [(t.first[rows] + 1) * t.size + (t.window or 0) - 1 for t in self._windowed]
+            self._trimmable[rows] = np.min(ends, axis=0)
 
     def _expect(self, rows: np.ndarray) -> None:
         """Recompute `due` from the columns published; rows without a lineage publish nothing."""
@@ -411,10 +423,10 @@ class _Conflict:
 
     def __init__(self, table: GroupTable, rows: np.ndarray, start: np.ndarray, stop: np.ndarray, blocks: Blocks) -> None:
         self.table = table
-        low = start // table.block_size
+        low = start // table.size
         count = np.maximum(stop - low, 0)
         flat = table.span(rows, low, low + count)
-        held = table.flat[flat]
+        held = table.blocks(flat)
         if (held < 0).any():
             row, column = divmod(int(flat[held < 0][0]), table.columns)
             raise ValueError(f"reserve: row {row} writes column {column} of group {table.group}, which has been trimmed")
@@ -425,7 +437,7 @@ class _Conflict:
             if writers.size == blocks.references[block]:
                 leaves[writers[-1]] = False
         self.replaced = flat[leaves]
-        self.copied = (flat % table.columns * table.block_size < np.repeat(start, count))[leaves]
+        self.copied = (flat % table.columns * table.block_size < start.repeat(count))[leaves]
         self.rewritten = held[~leaves]
 
 

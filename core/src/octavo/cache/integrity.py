@@ -37,17 +37,16 @@ def check(allocator: BlockAllocator) -> None:
         f"references of blocks {wrong.tolist()} are {a._blocks.references[wrong].tolist()}, but tables name them "
         f"{counts[wrong].tolist()} times",
     )
-    for row in range(a._active.size):
+    for row in range(a._room.size):
         _check_row(a, row)
 
 
 def _check_row(a: BlockAllocator, row: int) -> None:
-    if not a._active[row]:
+    if not a._room[row]:
         for table in a._tables:
             _require((table.array[row] == -1).all(), f"empty row {row} holds blocks in group {table.group}")
-            _require(not (table.first[row] or table.held[row] or table.published[row]), f"empty row {row} has counts")
         _require(a._lineages[row] is None, f"empty row {row} has tokens")
-        _require(not (a._known[row] or a._computed[row] or a._capacity[row] or a._writable[row]), f"empty row {row} has bounds")
+        _require(np.array_equal(a._state[row], a._empty), f"empty row {row} has state {a._state[row].tolist()}")
         return
     lineage = a._lineages[row]
     if lineage is not None:

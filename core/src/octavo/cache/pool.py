@@ -197,7 +197,8 @@ class Pool:
         layout = self.layouts[group.index]
         dtype = getattr(torch, layout.dtype)
         used = math.prod(layout.page_shape)
-        return tuple(memory.view(dtype)[:, :used].unflatten(1, layout.page_shape) for memory in self._memory[: len(group.layers)])
+        shape = (self.num_blocks + 1, *layout.page_shape)
+        return tuple(memory.view(dtype)[:, :used].view(shape) for memory in self._memory[: len(group.layers)])
 
     def poison(self, blocks: Sequence[int] | np.ndarray | None = None) -> None:
         """Fill these pages (None: all, scratch included) with NaN in every tensor. For tests: whoever reads

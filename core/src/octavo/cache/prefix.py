@@ -4,20 +4,22 @@ Owns what makes two blocks "the same content": a chain of SHA-256 over tagged, l
 (salt, block size, parent, token ids), kept apart by domain. Never decides who may hold a block and
 never uses Python's `hash` for identity (hash(-1) == hash(-2), and it is not keyed).
 
-    root  = SHA-256("octavo" prefix 1, "block_size" n, "salt" s)
-    chain = SHA-256("parent" chain of the block before, "tokens" int32 little-endian ids)
-    key   = (domain, KV group, chain)
+    root    = SHA-256("octavo" prefix 1, "block_size" n, "salt" s)
+    message = "p" digest of the block before (or root), "t" token ids as int32 little-endian
+    digest  = SHA-256(message)
+    key     = (domain, KV group, digest)
 
 A look-up tries the row's own domain and then PUBLIC, which only the operator fills. A hit is
-believed only after the block's own tokens and parent have been compared: with every block of the
-chain compared, the whole prefix has been.
+believed only after the messages, that is the token ids themselves and the parent, have been
+compared: with every block of a chain compared, the whole prefix has been. (The tags are short so
+that 16 tokens are two blocks of SHA-256 and not three.)
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,7 +28,8 @@ PUBLIC = "public"
 
 Key = tuple[str, int, bytes]
 
-_sha256 = hashlib.sha256
+FIRST_LOOK = 8
+"""A look-up hashes this many blocks before it asks for the first, and doubles while it hits."""
 
 
 def frame(tag: str, value: bytes) -> bytes:
@@ -49,109 +52,121 @@ def salt(parts: Mapping[str, str | int | bytes]) -> str:
             raise TypeError(f"salt part {name!r} must be str, int or bytes, got {type(value).__name__}")
         data = value if isinstance(value, bytes) else str(value).encode()
         framed.append(frame("name", name.encode()) + frame(type(value).__name__, data))
-    return _sha256(b"".join(framed)).hexdigest()
+    return hashlib.sha256(b"".join(framed)).hexdigest()
+
+
+class Chain:
+    """Digests and messages of one row's full blocks at one block size, computed as far as asked.
+
+    digests[0] is the root; digests[i + 1] = SHA-256(messages[i]) is that of block i.
+    """
+
+    __slots__ = ("block_size", "digests", "messages")
+
+    def __init__(self, block_size: int, salt: str) -> None:
+        self.block_size = block_size
+        self.digests = [root(block_size, salt)]
+        self.messages: list[bytes] = []
+
+    def grow(self, tokens: bytearray, blocks: int) -> None:
+        """Compute at least the first `blocks` blocks; their tokens must be known."""
+        digests, messages, sha256 = self.digests, self.messages, hashlib.sha256
+        width = 4 * self.block_size
+        middle = _TOKENS + width.to_bytes(8, "little")
+        parent = digests[-1]
+        for at in range(len(messages) * width, blocks * width, width):
+            message = b"".join((_PARENT, parent, middle, tokens[at : at + width]))
+            parent = sha256(message).digest()
+            messages.append(message)
+            digests.append(parent)
+
+    def copy(self) -> Chain:
+        twin = Chain.__new__(Chain)
+        twin.block_size, twin.digests, twin.messages = self.block_size, list(self.digests), list(self.messages)
+        return twin
 
 
 class Lineage:
-    """The tokens of one row and their chains, one chain per block size, extended as far as asked.
-
-    tokens: int32 little-endian ids, as bytes. chains[n][i + 1] is the digest of block i of n tokens;
-    chains[n][0] is the root.
-    """
+    """What the blocks of one row contain: its domain, its token ids (int32 little-endian, as bytes) and
+    one Chain per block size."""
 
     __slots__ = ("chains", "domain", "tokens")
 
     def __init__(self, tokens: np.ndarray, domain: str, salt: str, block_sizes: tuple[int, ...]) -> None:
         self.domain = domain
-        self.tokens = bytearray(np.ascontiguousarray(tokens, "<i4").tobytes())
-        self.chains = {size: [root(size, salt)] for size in block_sizes}
+        self.tokens = bytearray(tokens.astype("<i4", copy=False).tobytes())
+        self.chains = {size: Chain(size, salt) for size in block_sizes}
 
     def extend(self, tokens: np.ndarray) -> None:
-        self.tokens += np.ascontiguousarray(tokens, "<i4").tobytes()
+        self.tokens += tokens.astype("<i4", copy=False).tobytes()
 
     def copy(self) -> Lineage:
         twin = Lineage.__new__(Lineage)
         twin.domain, twin.tokens = self.domain, bytearray(self.tokens)
-        twin.chains = {size: list(chain) for size, chain in self.chains.items()}
+        twin.chains = {size: chain.copy() for size, chain in self.chains.items()}
         return twin
 
-    def chain(self, block_size: int, blocks: int) -> list[bytes]:
-        """The chain for this block size, at least root + `blocks` digests long. The tokens must be known."""
+    def chain(self, block_size: int, blocks: int) -> Chain:
+        """The chain of this block size, computed for at least `blocks` blocks."""
         chain = self.chains[block_size]
-        if len(chain) > blocks:
-            return chain
-        tokens, width = self.tokens, 4 * block_size
-        middle = _MIDDLE + width.to_bytes(8, "little")
-        parent = chain[-1]
-        for at in range((len(chain) - 1) * width, blocks * width, width):
-            parent = _sha256(_HEAD + parent + middle + tokens[at : at + width]).digest()
-            chain.append(parent)
+        if len(chain.messages) < blocks:
+            chain.grow(self.tokens, blocks)
         return chain
 
 
-_HEAD = frame("parent", bytes(32))[:-32]
-_MIDDLE = frame("tokens", b"")[:-8]
+_PARENT = frame("p", bytes(32))[:-32]
+_TOKENS = frame("t", b"")[:-8]
 
 
+@lru_cache(maxsize=1024)
 def root(block_size: int, salt: str) -> bytes:
     """Where the chains of one block size and salt begin."""
     parts = frame("octavo", b"prefix 1") + frame("block_size", str(block_size).encode()) + frame("salt", salt.encode())
-    return _sha256(parts).digest()
-
-
-def link(parent: bytes, tokens: np.ndarray) -> bytes:
-    """The digest of a block of token ids after `parent` (32 bytes)."""
-    return _sha256(frame("parent", parent) + frame("tokens", np.ascontiguousarray(tokens, "<i4").tobytes())).digest()
-
-
-class Entry(NamedTuple):
-    """What a published block holds: its key, and what a hit is compared with."""
-
-    key: Key
-    parent: bytes
-    tokens: bytes
+    return hashlib.sha256(parts).digest()
 
 
 class PrefixIndex:
-    """Published blocks by key, and keys by block: a bijection."""
+    """Published blocks by key, and what each holds: a bijection of keys and published blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self._blocks: dict[Key, int] = {}
-        self._entries: list[Entry | None] = [None] * num_blocks
+        self._entries: list[tuple[Key, bytes] | None] = [None] * num_blocks  # (key, message) by block
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def find(self, lineage: Lineage, group: int, block_size: int, column: int) -> int:
         """The block that holds block `column` of this lineage, verified; -1 if there is none."""
-        chain = lineage.chain(block_size, column + 1)
-        return self._find(lineage, group, chain, column, 4 * block_size)
+        found = self._run(lineage, group, lineage.chain(block_size, column + 1), column, column + 1)
+        return found[0] if found else -1
 
     def match(self, lineage: Lineage, group: int, block_size: int, blocks: int) -> list[int]:
-        """The longest run of cached blocks from the first on, at most `blocks` long. The chain is
-        computed no further than the run goes, so a long prompt that misses costs one hash."""
+        """The longest run of cached blocks from the first on, at most `blocks` long. No more of the prompt
+        is hashed than about twice the run: a long one that misses is cheap to try again and again."""
         found: list[int] = []
-        width = 4 * block_size
-        for column in range(blocks):
-            block = self._find(lineage, group, lineage.chain(block_size, column + 1), column, width)
-            if block < 0:
+        while len(found) < blocks:
+            first = len(found)
+            upto = min(blocks, max(FIRST_LOOK, 2 * first))
+            found += self._run(lineage, group, lineage.chain(block_size, upto), first, upto)
+            if len(found) < upto:
+                break
+        return found
+
+    def _run(self, lineage: Lineage, group: int, chain: Chain, first: int, end: int) -> list[int]:
+        """The blocks of columns first, first + 1, ... as far as there are any."""
+        domain, entries, get = lineage.domain, self._entries, self._blocks.get
+        found: list[int] = []
+        for digest, message in zip(chain.digests[first + 1 : end + 1], chain.messages[first:end], strict=True):
+            block = get((domain, group, digest))
+            if block is None:
+                block = get((PUBLIC, group, digest))
+                if block is None:
+                    break
+            entry = entries[block]
+            if entry is None or entry[1] != message:
                 break
             found.append(block)
         return found
-
-    def _find(self, lineage: Lineage, group: int, chain: list[bytes], column: int, width: int) -> int:
-        digest = chain[column + 1]
-        block = self._blocks.get((lineage.domain, group, digest))
-        if block is None:
-            block = self._blocks.get((PUBLIC, group, digest))
-            if block is None:
-                return -1
-        entry = self._entries[block]
-        assert entry is not None
-        at = column * width
-        if entry[1] != chain[column] or entry[2] != lineage.tokens[at : at + width]:
-            return -1
-        return block
 
     def publish(self, lineage: Lineage, group: int, block_size: int, column: int, blocks: list[int]) -> list[int]:
         """Make these blocks, which hold columns `column`, `column + 1`, ... of the lineage, findable.
@@ -160,19 +175,18 @@ class PrefixIndex:
         one whose content the row could have found in another block stays private (first wins).
         """
         chain = lineage.chain(block_size, column + len(blocks))
-        tokens, domain, width = lineage.tokens, lineage.domain, 4 * block_size
-        index, entries = self._blocks, self._entries
+        digests, messages = chain.digests, chain.messages
+        domain, index, entries = lineage.domain, self._blocks, self._entries
         done = []
         for block in blocks:
-            if block >= 0 and entries[block] is None:
-                digest = chain[column + 1]
-                key = (domain, group, digest)
-                if key not in index and (PUBLIC, group, digest) not in index:
-                    at = column * width
-                    index[key] = block
-                    entries[block] = Entry(key, chain[column], bytes(tokens[at : at + width]))
-                    done.append(block)
+            message = messages[column]
             column += 1
+            if block >= 0 and entries[block] is None:
+                key = (domain, group, digests[column])
+                if key not in index and (PUBLIC, group, digests[column]) not in index:
+                    index[key] = block
+                    entries[block] = (key, message)
+                    done.append(block)
         return done
 
     def remove(self, blocks: list[int]) -> None:
@@ -194,7 +208,7 @@ class PrefixIndex:
         """Raise AssertionError unless keys and the blocks marked in `published` (bool [num_blocks]) are a bijection."""
         for key, block in self._blocks.items():
             entry = self._entries[block]
-            if entry is None or entry.key != key:
+            if entry is None or entry[0] != key:
                 raise AssertionError(f"the index leads to block {block}, which does not hold that key")
         marked = np.flatnonzero(published).tolist()
         if sorted(self._blocks.values()) != marked:

@@ -12,48 +12,63 @@ from octavo.cache.geometry import blocks_for
 from octavo.interfaces import KVGroup
 from octavo.request import TableUpdate
 
+_EMPTY = np.array(-1)
+
 
 class GroupTable:
     """Block table int32 [max_rows, columns]; entries that hold no block are -1.
 
     Row r holds blocks exactly in columns [first[r], held[r]): first moves up as a window is
     trimmed. published[r] counts the columns, from 0, that have been offered to the prefix index.
-    Entries are addressed by *flat* indices, row * columns + column.
+    The three are columns of the allocator's row state, int64 [max_rows, 3], which it hands in.
+
+    Entries are addressed by *flat* indices, row * columns + column. size, round_up and width are
+    block_size, block_size - 1 and columns as 0-d arrays, for arithmetic on arrays.
     """
 
-    def __init__(self, group: KVGroup, max_rows: int, max_model_len: int) -> None:
+    def __init__(self, group: KVGroup, counts: np.ndarray, max_model_len: int) -> None:
         self.group = group.index
         self.block_size = group.block_size
         self.window = group.spec.window
         self.columns = blocks_for(max_model_len, group.block_size)
-        self.array = np.full((max_rows, self.columns), -1, np.int32)
+        self.size, self.round_up, self.width = (np.array(n) for n in (self.block_size, self.block_size - 1, self.columns))
+        self.array = np.full((len(counts), self.columns), -1, np.int32)
         self.flat = self.array.reshape(-1)
-        self.first = np.zeros(max_rows, np.int32)
-        self.held = np.zeros(max_rows, np.int32)
-        self.published = np.zeros(max_rows, np.int32)
+        self.first, self.held, self.published = counts.T
+        self.fast_published, self.fast_flat = self.published.data, self.flat.data  # the same memory, for scalar access
         self._changed: list[np.ndarray] = []
         self._stamp = np.empty(self.flat.size, np.int32)  # scratch of `changes`; touched only where entries change
 
     def span(self, rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         """Flat indices of columns [low, high) of each row, row by row, columns ascending. high >= low."""
+        if rows.size == 1:
+            start = int(rows[0]) * self.columns
+            return np.arange(start + int(low[0]), start + int(high[0]))
         count = high - low
-        base = rows * self.columns + low
+        base: np.ndarray = rows * self.width + low
         ends = count.cumsum()
         total = int(ends[-1]) if ends.size else 0
-        flat: np.ndarray = np.repeat(base - ends + count, count) + np.arange(total)
+        if total == rows.size == np.count_nonzero(count):  # one column each, as in decoding
+            return base
+        flat: np.ndarray = (base - ends + count).repeat(count) + np.arange(total)
         return flat
 
     def assign(self, flat: np.ndarray, blocks: np.ndarray) -> None:
         """Put blocks into these (distinct) entries."""
         if flat.size:
-            self.flat[flat] = blocks
+            self.flat[flat] = blocks.astype(np.int32)
             self._changed.append(flat)
 
     def clear(self, flat: np.ndarray) -> np.ndarray:
         """Empty these entries and return the blocks they held."""
-        blocks: np.ndarray = self.flat[flat]
-        self.assign(flat, np.int32(-1))  # type: ignore[arg-type]
+        blocks = self.blocks(flat)
+        self.assign(flat, _EMPTY)
         return blocks
+
+    def blocks(self, flat: np.ndarray) -> np.ndarray:
+        """The blocks of these entries, as ids that index arrays fast (np.intp)."""
+        held: np.ndarray = self.flat[flat].astype(np.intp)
+        return held
 
     def changes(self) -> TableUpdate | None:
         """Entries assigned since the last call, each once, with their present value; None if there are none."""
@@ -67,5 +82,6 @@ class GroupTable:
             self._stamp[flat] = order
             flat = flat[self._stamp[flat] == order]
         self._changed = []
-        rows, columns = np.divmod(flat, self.columns)
+        rows = flat // self.width
+        columns = flat - rows * self.width
         return TableUpdate(self.group, rows.astype(np.int32), columns.astype(np.int32), self.flat[flat])
