@@ -17,13 +17,14 @@ from torch import Tensor
 
 from octavo.errors import LoadError
 from octavo.model.checkpoint import FLOATS, Header, checkpoint_headers
-from octavo.model.progress import Progress, silent
 from octavo.model.readers import dequantisable, dummies, read_gguf, read_safetensors
 from octavo.model.source import ModelSource
 
 log = logging.getLogger(__name__)
 
 Fill = Callable[[Tensor], None]
+Progress = Callable[[int, int], None]
+"""Called with the stored bytes done so far and in total; done never falls."""
 _SHOWN = 5  # names listed in an error before "and N more"
 
 
@@ -165,14 +166,14 @@ def load_weights(
     ignored: Callable[[str], bool] = lambda name: False,
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto",
     seed: int = 0,
-    progress: Progress = silent,
+    progress: Progress = lambda done, total: None,
 ) -> LoadReport:
     """Fill every declared tensor exactly once.
 
     dtype is the torch dtype name that dequantised and dummy tensors get; stored tensors keep theirs.
     tied: the model's head shares the embedding, so that an lm_head in the checkpoint is skipped with
     a warning. ignored: names that the architecture knows and does not use (ModelAdapter.ignored).
-    progress is called with bytes. LoadError before any weight is read if the checkpoint does not fit.
+    progress is called with stored bytes, before the first tensor and after each. LoadError before any weight is read if the checkpoint does not fit.
     """
     begun = time.monotonic()
     target: torch.dtype = getattr(torch, dtype)
