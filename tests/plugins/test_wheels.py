@@ -232,3 +232,36 @@ def test_the_plugin_is_chosen_by_name_and_its_layout_and_block_size_are_used(env
     assert {v["name"]: v["reason"] for v in decision["not_chosen"]} == {"torch": "'sdpa' was named; would accept"}
     assert told["values"]["block_size"]["value"] == 32
     assert told["kv_cache"]["groups"][0]["page_shape"] == [32, 2, 32]
+
+
+def test_the_plugin_generates_what_core_s_oracle_generates(environment: Environment, tiny: Path) -> None:
+    """An engine of the wheels: greedy fp32 tokens of mixed prompts, chunked and batched, are equal."""
+    code = dedent("""
+        import sys, torch
+        from octavo.config import EngineConfig
+        from octavo.engine.build import build_engine
+        from octavo.plugins import discover
+        from octavo.request import Request, SamplingParams
+
+        def serve(**config):
+            engine = build_engine(EngineConfig(model=sys.argv[1], num_threads=1, max_num_batched_tokens=24, **config), discover())
+            for i in range(6):
+                params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+                engine.add(Request(id=str(i), prompt=list(range(10 + i, 20 + 9 * i)), params=params))
+            tokens = {}
+            while engine.busy:
+                for event in engine.step().events:
+                    assert event.error is None, event.error
+                    tokens.setdefault(event.request_id, []).extend(event.tokens)
+            assert engine.explain["decisions"]["attention"]["chosen"] == config["attention_backend"]
+            return tokens
+
+        expected = serve(attention_backend="torch")
+        rows = {"attention": {"sdpa": {"rows_at_once": 2}}}
+        for config in ({}, {"block_size": 5}, {"plugins": rows}, {"num_gpu_blocks_override": 8, "block_size": 16}):
+            assert serve(attention_backend="sdpa", **config) == expected, config
+        print(sum(map(len, expected.values())))
+    """)
+    done = environment.run("-c", code, tiny)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["72"]
