@@ -110,14 +110,15 @@ class Option:
         return value
 
     def _object(self, value: Any) -> Any:
+        found = value
         if isinstance(value, str):
             try:
-                value = json.loads(value)
+                found = json.loads(value)
             except json.JSONDecodeError as error:
                 raise ValueError(f"not valid JSON: {error}; got {value!r}") from None
-        if not isinstance(value, dict):
+        if not isinstance(found, dict):
             raise ValueError(self.complain(value))
-        return value
+        return found
 
     def _several(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, str) and value.lstrip().startswith("["):
