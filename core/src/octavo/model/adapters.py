@@ -1,0 +1,62 @@
+"""DecoderAdapter: core's model adapter, for the families of `octavo.model.families`.
+
+Owns the translation from config.json to ModelFacts. Loads torch only when a model is built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.interfaces import KVSpec, Model, ModelFacts, ModelParts
+from octavo.model.families import read_decoder
+
+_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(.*\.)?self_attn\.(masked_bias|bias)")
+"""Buffers that old transformers versions saved: derived from the config, never weights."""
+
+
+class DecoderAdapter:
+    """interfaces.ModelAdapter of Llama, Mistral, Qwen2 and Qwen3."""
+
+    def __init__(self, options: Any, parts: None) -> None:
+        pass
+
+    def facts(self, config: Mapping[str, Any], dtype: str, kv_dtype: str) -> ModelFacts:
+        """Geometry of a config.json. kv_dtype "auto" is the model's dtype."""
+        decoder = read_decoder(config)
+        kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
+        layers = tuple(decoder.attention_layer(index) for index in range(len(decoder.layers)))
+        return ModelFacts(
+            architecture=decoder.architecture,
+            vocab_size=decoder.vocab_size,
+            hidden_size=decoder.hidden_size,
+            max_position=decoder.max_position,
+            layers=layers,
+            kv_specs=tuple(
+                KVSpec(
+                    kind="full" if layer.window is None else "window",
+                    heads=layer.num_kv_heads,
+                    k_dim=layer.k_dim,
+                    v_dim=layer.v_dim,
+                    dtype=kv_dtype,
+                    window=layer.window,
+                )
+                for layer in layers
+            ),
+            tied_head=decoder.tied_head,
+        )
+
+    def build(self, config: Mapping[str, Any], parts: ModelParts) -> Model:
+        from octavo.model.decoder import Decoder
+
+        return Decoder(read_decoder(config), parts)
+
+    def ignored(self, name: str) -> bool:
+        return _IGNORED.fullmatch(name) is not None
+
+    def recommend(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Small blocks for a small window, which wastes up to a block at each end; otherwise the backend's
+        preference stands."""
+        windows = [layer.window for layer in read_decoder(config).layers if layer.window is not None]
+        return {"block_size": 16} if windows and min(windows) < 256 else {}
