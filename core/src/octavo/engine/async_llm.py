@@ -19,6 +19,7 @@ from octavo.engine.streams import Prompt, Stream, prompt_parts
 from octavo.errors import AdmissionRefused, EngineDead
 from octavo.model.source import ModelSource, resolve_source
 from octavo.request import EngineStats, Event, Events, ModelInfo, Request, SamplingParams, check_request
+from octavo.text.chat import Messages, render_chat
 from octavo.text.output import OutputProcessor, RequestOutput
 from octavo.text.tokenizer import Tokenizer
 
@@ -146,6 +147,10 @@ class AsyncLLM:
     async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a raw prompt, computed off the event loop; the model's BOS rule applies once."""
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
+
+    async def render_chat(self, messages: Messages, **options: Any) -> list[int]:
+        """Token ids of a conversation through the chat template, off the event loop; see text.chat.render_chat."""
+        return await asyncio.to_thread(render_chat, self.tokenizer, messages, **options)
 
     async def abort(self, request_id: str) -> None:
         """End a request by the id its outputs carry (its own, where none was given)."""

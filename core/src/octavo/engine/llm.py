@@ -14,11 +14,9 @@ from octavo.engine.streams import Prompt, prompt_parts
 from octavo.errors import AdmissionRefused, OctavoError, RequestError
 from octavo.plugins import discover
 from octavo.request import Request, SamplingParams, check_request
-from octavo.text.chat import render_chat
+from octavo.text.chat import Messages, render_chat
 from octavo.text.output import OutputProcessor, RequestOutput
 from octavo.text.tokenizer import Tokenizer
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
