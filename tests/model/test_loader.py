@@ -123,6 +123,18 @@ def test_progress_rises_to_the_total_number_of_bytes(tiny: Path) -> None:
     assert done == sorted(done) and done[0] == 0 and calls[-1][0] == calls[-1][1] == sum(p.nbytes for p in load(tiny)[0].values())
 
 
+def test_a_load_leaves_the_number_of_threads_as_it_was(tiny: Path) -> None:
+    torch.set_num_threads(2)
+    try:
+        load(tiny)
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError):
+            load(tiny, progress=lambda done, total: 1 // (0 if done else 1))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_headers_agree_with_the_safetensors_library(tiny: Path) -> None:
     from safetensors import safe_open
 
