@@ -8,10 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
-
 from octavo.errors import ConfigError
 from octavo.server.auth import Guard, Keys
+from starlette.types import Receive, Scope, Send
 
 KEYS, ADMINS = ("first-secret", "second-secret"), ("admin-secret",)
 
@@ -28,7 +27,9 @@ class Inner:
         await send({"type": "http.response.body", "body": b"in"})
 
 
-def ask(path: str, header: str | None = None, *, keys: tuple[str, ...] = KEYS, admins: tuple[str, ...] = ADMINS, method: str = "GET") -> Any:
+def ask(
+    path: str, header: str | None = None, *, keys: tuple[str, ...] = KEYS, admins: tuple[str, ...] = ADMINS, method: str = "GET"
+) -> Any:
     inner = Inner()
     headers = {} if header is None else {"Authorization": header}
 
@@ -56,7 +57,15 @@ def test_only_the_liveness_routes_are_open(path: str) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE"])
 def test_every_other_path_is_closed_however_it_is_spelt(path: str, method: str) -> None:
-    for header in (None, "Bearer wrong", "Bearer ", "Basic first-secret", "first-secret", "Bearer first-secre", "Bearer first-secret1"):
+    for header in (
+        None,
+        "Bearer wrong",
+        "Bearer ",
+        "Basic first-secret",
+        "first-secret",
+        "Bearer first-secre",
+        "Bearer first-secret1",
+    ):
         response = ask(path, header, method=method)
         assert response.status_code == 401
         assert method == "HEAD" or response.json()["error"]["code"] == "invalid_api_key"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-
 from octavo.request import EngineStats, Event, ModelInfo
 from octavo.server.metrics import Histogram, Metrics
 from octavo.server.records import Record
+from prometheus_client.parser import text_string_to_metric_families
 
 INFO = ModelInfo(model="m", vocab_size=8, max_model_len=64, num_blocks=10, block_size=16, kv_cache_tokens=160, dtype="float32")
-STATS = EngineStats(running=2, waiting=3, kv_usage=0.25, prompt_tokens=7, generation_tokens=9, preemptions=1, prefix_hits=4, steps=5)
+STATS = EngineStats(
+    running=2, waiting=3, kv_usage=0.25, prompt_tokens=7, generation_tokens=9, preemptions=1, prefix_hits=4, steps=5
+)
 
 
 def make(*, vllm_names: bool = True) -> Metrics:

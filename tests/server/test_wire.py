@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import pytest
-
 from octavo.errors import RequestError
 from octavo.server.errors import ApiError, to_api_error
 from octavo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, prompts
@@ -90,7 +89,14 @@ def test_what_cannot_be_honoured_is_refused_by_name_and_never_ignored(field: str
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tools", None), ("tools", []), ("response_format", {"type": "text"}), ("tool_choice", "none"), ("store", False), ("user", "u")],
+    [
+        ("tools", None),
+        ("tools", []),
+        ("response_format", {"type": "text"}),
+        ("tool_choice", "none"),
+        ("store", False),
+        ("user", "u"),
+    ],
 )
 def test_a_value_that_asks_for_nothing_is_accepted(field: str, value: Any) -> None:
     chat(**{field: value}).to_params()
@@ -153,13 +159,24 @@ def test_numbers_that_are_not_finite_are_refused(field: str, text: bytes) -> Non
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("top_k", 0), ("top_k", -1), ("top_k", 2**40), ("seed", -1), ("seed", -(2**63)), ("top_p", 0), ("temperature", 0), ("stop", [])],
+    [
+        ("top_k", 0),
+        ("top_k", -1),
+        ("top_k", 2**40),
+        ("seed", -1),
+        ("seed", -(2**63)),
+        ("top_p", 0),
+        ("temperature", 0),
+        ("stop", []),
+    ],
 )
 def test_values_at_the_edges_are_accepted(field: str, value: Any) -> None:
     assert getattr(completion(**{field: value}).to_params(), field) == value
 
 
-@pytest.mark.parametrize("value", [[], [1, "a"], [[1], []], [[1], 2], [True], [[True]], [1.0], 5, {"a": 1}, None, [None], [["a"]]])
+@pytest.mark.parametrize(
+    "value", [[], [1, "a"], [[1], []], [[1], 2], [True], [[True]], [1.0], 5, {"a": 1}, None, [None], [["a"]]]
+)
 def test_a_malformed_prompt_is_refused_in_the_field_prompt(value: Any) -> None:
     assert refusal(lambda: prompts(value)).param == "prompt"
 
@@ -207,7 +224,9 @@ def test_text_parts_are_joined_and_other_parts_refused() -> None:
     assert (error.param, error.code) == ("messages[0].content[0].type", "unsupported")
 
 
-@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "assistant"}, {"role": "user", "content": []}])
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "assistant"}, {"role": "user", "content": []}]
+)
 def test_a_message_without_text_is_refused(message: dict[str, Any]) -> None:
     assert refusal(lambda: chat(messages=[message]).conversation()).param == "messages[0].content"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine import messages
-from octavo.engine.client import EngineProcess
+from octavo.engine.client import STOP_SECONDS, EngineProcess
 from octavo.engine.streams import Prompt, Stream, prompt_parts
 from octavo.errors import AdmissionRefused, EngineDead
 from octavo.model.source import ModelSource, resolve_source
@@ -208,9 +208,9 @@ class AsyncLLM:
         except TimeoutError:
             self._fail_all(AdmissionRefused("the server is shutting down", code="draining", retry_after=5.0))
 
-    async def close(self) -> None:
-        """End the engine's process. Live requests raise EngineDead."""
+    async def close(self, *, grace: float = STOP_SECONDS) -> None:
+        """End the engine's process, which has `grace` seconds to leave by itself. Live requests raise EngineDead."""
         self.alive = False
         self.dead_reason = self.dead_reason or "the engine was closed"
         self._fail_all(EngineDead(self.dead_reason))
-        await self._engine.close()
+        await self._engine.close(grace)

@@ -109,20 +109,21 @@ class EngineProcess:
             log.error("engine process %s died: %s", self.pid, reason)
             self._on_death(reason)
 
-    async def close(self) -> None:
-        """End the child, gently first. Idempotent."""
+    async def close(self, grace: float = STOP_SECONDS) -> None:
+        """End the child, gently first: `grace` seconds to leave by itself, as many again after SIGTERM,
+        then SIGKILL. Idempotent."""
         if self._closing:
             return
         if self._process is not None and self._process.returncode is None:
             self._send(messages.CLOSE, None)
         self._closing = True
         if self._process is not None:
-            for end in (None, self._process.terminate, self._process.kill):
+            for end, seconds in ((None, grace), (self._process.terminate, grace), (self._process.kill, STOP_SECONDS)):
                 if end is not None:
                     with contextlib.suppress(ProcessLookupError):
                         end()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+                    await asyncio.wait_for(self._process.wait(), seconds)
                     break
         for task in self._tasks:
             task.cancel()

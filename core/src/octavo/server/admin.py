@@ -9,23 +9,23 @@ import time
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 
 import octavo
-from octavo.server.service import Service, service
+from octavo.server.service import State
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 
 
 @router.get("/plugins")
-async def plugins(state: Service = Depends(service)) -> dict[str, Any]:
+async def plugins(state: State) -> dict[str, Any]:
     """Every provider with its state, and every decision of the engine's build with its reasons."""
     llm = state.llm
     return {"providers": llm.inventory, "decisions": llm.explain}
 
 
 @router.get("/status")
-async def status(state: Service = Depends(service)) -> dict[str, Any]:
+async def status(state: State) -> dict[str, Any]:
     """The engine's state: what it serves, its limits, its load, how long it has been up."""
     llm = state.llm
     return {

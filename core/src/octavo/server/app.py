@@ -124,5 +124,3 @@ def _client_id(scope: Scope) -> str | None:
             text = value.decode("latin-1")
             return text if _ECHOED.fullmatch(text) else None
     return None
-
-

@@ -42,7 +42,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-                raise _too_large(limit)
+            raise _too_large(limit)
         chunks.append(chunk)
     return b"".join(chunks)
 

@@ -64,7 +64,7 @@ class Metrics(Collector):
         self.queue, self.prefill, self.decode, self.inference = (Histogram(_SECONDS) for _ in range(4))
         self.itl = Histogram(_TOKEN_SECONDS)
         self.step_tokens = Histogram(_TOKENS)
-        self.finished: Counter[str] = Counter({reason: 0 for reason in _FINISH})
+        self.finished: Counter[str] = Counter(dict.fromkeys(_FINISH, 0))
         self.http: Counter[tuple[str, str]] = Counter()
         self.in_flight = 0
         self.disconnects = 0
@@ -146,7 +146,12 @@ class Metrics(Collector):
             ("engine_up", (), "1 while the engine lives.", float(self._alive())),
         ]
         counters: list[tuple[str, tuple[str, ...], str, float]] = [
-            ("prefix_cache_queries", ("prefix_cache_queries",), "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            (
+                "prefix_cache_queries",
+                ("prefix_cache_queries",),
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_queries,
+            ),
             ("prefix_cache_hits", ("prefix_cache_hits",), "Prompt tokens taken from the prefix cache.", stats.prefix_hits),
             ("preemptions", ("num_preemptions",), "Sequences that gave up their blocks to be recomputed.", stats.preemptions),
             ("prompt_tokens", ("prompt_tokens",), "Prompt tokens of requests that have begun.", stats.prompt_tokens),
@@ -179,12 +184,16 @@ class Metrics(Collector):
             ),
             ("step_tokens", ("iteration_tokens_total",), "Tokens computed in one step.", self.step_tokens),
         ]
-        for rows, make in ((gauges, gauge), (counters, counter), (histograms, histogram)):
-            for native, vllm, help, value in rows:  # type: ignore[attr-defined]
-                yield make("octavo_" + native, help, value)
-                for name in vllm if self._vllm else ():
-                    yield make("vllm:" + name, help, value)
+        for native, vllm, text, value in gauges:
+            yield from (gauge(name, text, value) for name in self._names(native, vllm))
+        for native, vllm, text, value in counters:
+            yield from (counter(name, text, value) for name in self._names(native, vllm))
+        for native, vllm, text, seen in histograms:
+            yield from (histogram(name, text, seen) for name in self._names(native, vllm))
         yield from self._labelled(labels, values)
+
+    def _names(self, native: str, vllm: Sequence[str]) -> list[str]:
+        return ["octavo_" + native, *("vllm:" + name for name in vllm if self._vllm)]
 
     def _labelled(self, labels: list[str], values: list[str]) -> Iterator[Metric]:
         """Families with labels of their own; their values come from closed sets of this server's."""

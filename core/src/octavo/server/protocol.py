@@ -7,13 +7,13 @@ field without honouring it: those we cannot honour are in a model's `unsupported
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from octavo.errors import RequestError
 from octavo.request import SamplingParams
-from octavo.server.errors import ApiError
+from octavo.server.errors import ApiError, unsupported
 from octavo.server.limits import MAX_LOGIT_BIAS, MAX_MESSAGES
 from octavo.server.wire import Wire
 
@@ -26,7 +26,7 @@ def _container(*kinds: type) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if value is not None and not isinstance(value, kinds):
-            raise ValueError("must be " + " or ".join({list: "a list", str: "a string"}[kind] for kind in kinds))
+            raise ValueError("must be " + " or ".join("a list" if kind is list else "a string" for kind in kinds))
         return value
 
     return BeforeValidator(check)
@@ -92,7 +92,9 @@ _PARAMS = [
 def _bias(raw: dict[str, Any]) -> dict[int, float]:
     """JSON keys are strings; a token id is a plain decimal number."""
     if len(raw) > MAX_LOGIT_BIAS:
-        raise RequestError(f"logit_bias: at most {MAX_LOGIT_BIAS} entries, got {len(raw)}", param="logit_bias", code="invalid_value")
+        raise RequestError(
+            f"logit_bias: at most {MAX_LOGIT_BIAS} entries, got {len(raw)}", param="logit_bias", code="invalid_value"
+        )
     bias = {}
     for key, value in raw.items():
         if not (key.isascii() and key.lstrip("-").isdecimal() and len(key) <= 20):
@@ -147,7 +149,9 @@ class CompletionRequest(_OpenAI):
         """max_tokens is None where the client left it out. max_tokens 0 (with echo) becomes 1: see `prompt_only`."""
         self.check_stream()
         if self.stream and (self.best_of or 0) > (self.n or 1):
-            raise ApiError(400, "best_of: streaming cannot pick the best afterwards; use best_of = n", param="best_of", code="invalid_value")
+            raise ApiError(
+                400, "best_of: streaming cannot pick the best afterwards; use best_of = n", param="best_of", code="invalid_value"
+            )
         over: dict[str, Any] = {"logprobs": self.logprobs}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             over["prompt_logprobs"] = self.logprobs
@@ -162,14 +166,15 @@ class CompletionRequest(_OpenAI):
 
 
 class Message(Wire):
-    """One chat message. content is a string, a list of text parts, or null for an assistant's tool calls."""
+    """One chat message. What may be in `content` and `tool_calls` is checked where templates are rendered
+    (`octavo.text.chat`), so that Python callers and HTTP clients meet one rule."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "function_call": ((), "use tool_calls"),
         "audio": ((), "there is no audio"),
     }
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: str = Field(min_length=1, max_length=64)
     content: Any = None
     name: str | None = Field(None, max_length=64)
     tool_calls: list[Any] | None = None
@@ -177,58 +182,27 @@ class Message(Wire):
     refusal: str | None = None
     annotations: list[Any] | None = None
 
-    def to_template(self, index: int) -> dict[str, Any]:
-        """The message as a chat template sees it; text parts become one string. Raises ApiError."""
-        where = f"messages[{index}]"
-        message: dict[str, Any] = {"role": self.role, "content": self._text(where)}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = self.tool_calls
-        return message
-
-    def _text(self, where: str) -> str:
-        where += ".content"
-        if self.content is None:
-            if self.role == "assistant" and (self.tool_calls or self.refusal):
-                return self.refusal or ""
-            raise ApiError(400, f"{where}: text is needed for role {self.role!r}", param=where, code="invalid_value")
-        if isinstance(self.content, str):
-            return self.content
-        if not isinstance(self.content, list) or not self.content:
-            raise ApiError(400, f"{where}: must be a string or a list of text parts", param=where, code="invalid_value")
-        return "\n".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(self.content))
+    def to_template(self, where: str) -> dict[str, Any]:
+        """The message for `octavo.text.chat.render_chat`. An answer of ours comes back with a few fields that
+        say nothing (`refusal`, `annotations`): they are dropped. Raises ApiError."""
+        for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            extra = [key for key in part if key not in ("type", "text")] if isinstance(part, dict) and "text" in part else ()
+            if extra:
+                raise unsupported(f"{where}.content[{i}].{extra[0]:.40}", "a text part has `type` and `text` and nothing else")
+        content = self.refusal if self.content is None and self.role == "assistant" else self.content
+        fields = {"content": content, "name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, **{key: value for key, value in fields.items() if value is not None}}
 
 
-def _part_text(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise ApiError(400, f'{where}: must be {{"type": "text", "text": ...}}', param=where, code="invalid_value")
-    kind = part["type"]
-    if kind not in ("text", "input_text", "output_text"):
-        raise ApiError(
-            400, f"{where}.type: {kind[:40]!r} is not supported: this model reads text", param=f"{where}.type", code="unsupported"
-        )
-    if not isinstance(part.get("text"), str) or len(part) != 2:
-        raise ApiError(400, f"{where}: a text part has `type` and `text` and nothing else", param=where, code="invalid_value")
-    text: str = part["text"]
-    return text
+Messages = Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class _Chat(Wire):
-    """The fields that decide how messages become a prompt."""
-
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def conversation(self) -> list[dict[str, Any]]:
-        return [message.to_template(i) for i, message in enumerate(self.messages)]
+def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as `render_chat` takes them. Raises ApiError."""
+    return [message.to_template(f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-class ChatRequest(_Chat, _OpenAI):
+class ChatRequest(_OpenAI):
     """POST /v1/chat/completions."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -254,8 +228,12 @@ class ChatRequest(_Chat, _OpenAI):
         "best_of": ((1,), "use /v1/completions"),
         "truncate_prompt_tokens": ((), "prompts are never cut; shorten it yourself"),
         "use_beam_search": ((False,), "there is no beam search"),
+        "continue_final_message": ((False,), "an answer cannot be continued; use /v1/completions"),
     }  # fmt: skip
 
+    messages: Messages
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -307,6 +285,7 @@ class TokenizeRequest(Wire):
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "tools": (([],), _NO_TOOLS),
         "chat_template": ((), "templates are server configuration (--chat-template)"),
+        "continue_final_message": ((False,), "an answer cannot be continued"),
     }
 
     model: str | None = None
@@ -314,7 +293,6 @@ class TokenizeRequest(Wire):
     messages: Annotated[list[Message] | None, FailFast()] = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 

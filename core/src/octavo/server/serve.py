@@ -72,7 +72,8 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {CLOSE_EXTENSION: self.shutdown}  # type: ignore[typeddict-item]
+        extensions: dict[str, Any] = {CLOSE_EXTENSION: self.shutdown}
+        self.scope["extensions"] = extensions
 
     def send_400_response(self, msg: str) -> None:
         body = ApiError(400, msg, code="invalid_http").response().body

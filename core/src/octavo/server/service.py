@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
+from fastapi import Depends
 from starlette.requests import Request
 
 from octavo.config import ServerConfig
@@ -16,7 +18,7 @@ from octavo.errors import AdmissionRefused, EngineDead
 from octavo.server.auth import Principal
 from octavo.server.errors import ApiError, model_not_found
 from octavo.server.metrics import Metrics
-from octavo.server.records import Record
+from octavo.server.records import Record, new_id
 
 
 class Service:
@@ -95,7 +97,9 @@ class Service:
             try:
                 asked = int(header)
             except ValueError:
-                raise ApiError(400, f"{param}: must be an integer, got {header[:40]!r}", param=param, code="invalid_value") from None
+                raise ApiError(
+                    400, f"{param}: must be an integer, got {header[:40]!r}", param=param, code="invalid_value"
+                ) from None
         if not asked:
             return 0
         if self.llm.config.scheduling_policy != "priority":
@@ -111,7 +115,14 @@ class Service:
         return asked
 
     def record(self, request: Request) -> Record:
-        return Record(self.metrics, request.url.path, principal(request).tenant, not self.config.disable_log_requests)
+        """The account of a request that begins now."""
+        return Record(
+            self.metrics,
+            getattr(request.scope.get("route"), "path", "other"),
+            principal(request).tenant,
+            log_line=not self.config.disable_log_requests,
+            id=request.scope.get("octavo.request_id") or new_id(),
+        )
 
 
 def principal(request: Request) -> Principal:
@@ -124,3 +135,6 @@ def service(request: Request) -> Service:
     found = request.app.state.service
     assert isinstance(found, Service)
     return found
+
+
+State = Annotated[Service, Depends(service)]

@@ -35,7 +35,9 @@ class Wire(BaseModel):
                 if name not in cls.model_fields and name not in cls.unsupported:
                     near = difflib.get_close_matches(name[:64], [*cls.model_fields, *cls.unsupported], n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
-                    raise PydanticCustomError("unknown_field", "{message}", {"message": f"unknown field{hint}", "name": name[:64]})
+                    raise PydanticCustomError(
+                        "unknown_field", "{message}", {"message": f"unknown field{hint}", "name": name[:64]}
+                    )
             asked = {name: value for name, value in data.items() if name in cls.unsupported}
             if asked:
                 cls.refuse(asked)
@@ -83,7 +85,9 @@ def _explain(exc: ValidationError) -> ApiError:
     text = "this field is required" if kind == "missing" else message[:1].lower() + message[1:]
     if kind not in ("missing", "unknown_field"):
         seen = error["input"]
-        shown = repr(seen) if isinstance(seen, (int, float, bool, type(None))) else f"{seen!r:.60}" if isinstance(seen, str) else None
+        shown = (
+            repr(seen) if isinstance(seen, (int, float, bool, type(None))) else f"{seen!r:.60}" if isinstance(seen, str) else None
+        )
         text += f", got {shown}" if shown else f", got {_json_type(seen)}"
     return ApiError(400, f"{param}: {text}", param=param, code=_CODES.get(kind, "invalid_value"))
 
@@ -100,4 +104,4 @@ def path(loc: tuple[int | str, ...]) -> str:
 
 
 def _json_type(value: Any) -> str:
-    return {dict: "an object", list: "an array"}.get(type(value), type(value).__name__)
+    return "an object" if isinstance(value, dict) else "an array" if isinstance(value, list) else type(value).__name__

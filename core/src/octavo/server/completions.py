@@ -1,0 +1,92 @@
+"""OpenAI's routes: chat completions, completions and models.
+
+Owns how their bodies become jobs; checks are in `protocol`, the run in `runs`, the JSON in `answers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from octavo.engine.async_llm import AsyncLLM
+from octavo.errors import RequestError
+from octavo.server.answers import ChatAnswer, CompletionAnswer
+from octavo.server.generation import Job
+from octavo.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, conversation
+from octavo.server.runs import body_of, check_samples, docs, raw_jobs, resolve, run
+from octavo.server.service import Service, State
+from octavo.text.chat import render_chat
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+
+@router.post("/chat/completions", openapi_extra=docs(ChatRequest))
+async def chat_completions(request: Request, state: State) -> Response:
+    """Answer a conversation."""
+    body = await body_of(request, state, ChatRequest)
+    model = state.model(body.model)
+
+    async def prepare(llm: AsyncLLM) -> list[Job]:
+        try:
+            params = body.to_params()
+            check_samples(1, params)
+            ids = await asyncio.to_thread(
+                render_chat,
+                llm.tokenizer,
+                conversation(body.messages),
+                add_generation_prompt=body.add_generation_prompt is not False,
+                template_kwargs=body.chat_template_kwargs,
+            )
+            return [Job(ids, None, resolve(ids, params, llm.info))]
+        except RequestError as exc:
+            exc.param = body.rename(exc.param)
+            raise
+
+    return await run(request, state, body, prepare, lambda rid, jobs: ChatAnswer(rid, model, jobs, state.llm.tokenizer, body))
+
+
+@router.post("/completions", openapi_extra=docs(CompletionRequest))
+async def completions(request: Request, state: State) -> Response:
+    """Continue text or token ids."""
+    body = await body_of(request, state, CompletionRequest)
+    model = state.model(body.model)
+
+    async def prepare(llm: AsyncLLM) -> list[Job]:
+        return await raw_jobs(
+            llm,
+            body.prompt,
+            body.to_params(),
+            add_special=body.add_special_tokens is not False,
+            default_tokens=DEFAULT_COMPLETION_TOKENS,
+        )
+
+    return await run(
+        request, state, body, prepare, lambda rid, jobs: CompletionAnswer(rid, model, jobs, state.llm.tokenizer, body)
+    )
+
+
+def _card(state: Service, name: str) -> dict[str, Any]:
+    limit = state.llm.info.max_model_len
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "octavo",
+        "root": state.names[0],
+        "max_model_len": limit,
+    }
+
+
+@router.get("/models")
+async def models(state: State) -> dict[str, Any]:
+    """The served names."""
+    return {"object": "list", "data": [_card(state, name) for name in state.names]}
+
+
+@router.get("/models/{name:path}")
+async def model(name: str, state: State) -> dict[str, Any]:
+    """One served name; names may contain slashes."""
+    return _card(state, state.model(name))

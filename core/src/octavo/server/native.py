@@ -1,0 +1,127 @@
+"""Octavo's own routes: liveness, load, metrics, versions, tokenizer and /generate.
+
+Owns their shapes. Liveness routes must answer while everything else is busy: nothing here computes
+on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+import octavo
+from octavo.engine.async_llm import AsyncLLM
+from octavo.server.answers import GenerateAnswer
+from octavo.server.clients import while_connected
+from octavo.server.errors import ApiError
+from octavo.server.generation import Job
+from octavo.server.logprobs import token_name
+from octavo.server.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+    conversation,
+)
+from octavo.server.runs import body_of, docs, raw_jobs, run
+from octavo.server.service import State
+from octavo.text.chat import render_chat
+
+router = APIRouter()
+
+
+@router.api_route("/health", methods=["GET", "HEAD"], tags=["liveness"])
+async def health(state: State) -> Response:
+    """Empty 200 while the engine lives, also while draining; 503 while it loads and once it is dead."""
+    return Response(status_code=200 if state.alive else 503)
+
+
+@router.api_route("/ping", methods=["GET", "HEAD", "POST"], tags=["liveness"])
+async def ping(state: State) -> Response:
+    """The same as /health, under the name that SageMaker asks for."""
+    return Response(status_code=200 if state.alive else 503)
+
+
+@router.api_route("/ready", methods=["GET", "HEAD"], tags=["liveness"])
+async def ready(state: State) -> Response:
+    """200 when new requests are taken; 503 while loading, draining or dead."""
+    return Response(status_code=200 if state.alive and not state.draining else 503)
+
+
+@router.get("/version", tags=["state"])
+async def version() -> dict[str, str]:
+    """The version of this server."""
+    return {"version": octavo.__version__}
+
+
+@router.get("/load", tags=["state"])
+async def load(state: State) -> dict[str, Any]:
+    """HTTP requests being answered, sequences running and waiting, and the used part of the KV cache."""
+    stats = state.llm.stats
+    return {
+        "server_load": state.metrics.in_flight,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "kv_cache_usage": stats.kv_usage,
+    }
+
+
+@router.get("/metrics", tags=["state"])
+async def metrics(state: State) -> Response:
+    """Prometheus' text format."""
+    return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.post("/generate", tags=["generation"], openapi_extra=docs(GenerateRequest))
+async def generate(request: Request, state: State) -> Response:
+    """Continue prompts, with a short answer."""
+    body = await body_of(request, state, GenerateRequest)
+    model = state.model(body.model)
+
+    async def prepare(llm: AsyncLLM) -> list[Job]:
+        return await raw_jobs(llm, body.prompt, body.to_params(), default_tokens=DEFAULT_COMPLETION_TOKENS)
+
+    return await run(request, state, body, prepare, lambda rid, jobs: GenerateAnswer(rid, model, jobs))
+
+
+@router.post("/tokenize", tags=["tokenizer"], openapi_extra=docs(TokenizeRequest))
+async def tokenize(request: Request, state: State) -> dict[str, Any]:
+    """Token ids of a text or of a conversation."""
+    body = await body_of(request, state, TokenizeRequest)
+    state.model(body.model)
+    llm = state.open()
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt: send either `prompt` or `messages`", param="prompt", code="invalid_value")
+    if body.messages is not None:
+        work = asyncio.to_thread(
+            render_chat,
+            llm.tokenizer,
+            conversation(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+    else:
+        add_special = body.add_special_tokens is not False
+        work = asyncio.to_thread(llm.tokenizer.encode, body.prompt or "", add_special=add_special)
+    ids = await while_connected(request, work)
+    names = [token_name(llm.tokenizer, i) for i in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": llm.info.max_model_len, "tokens": ids, "token_strs": names}
+
+
+@router.post("/detokenize", tags=["tokenizer"], openapi_extra=docs(DetokenizeRequest))
+async def detokenize(request: Request, state: State) -> dict[str, Any]:
+    """The text of token ids, control tokens included."""
+    body = await body_of(request, state, DetokenizeRequest)
+    state.model(body.model)
+    llm = state.open()
+    wrong = next((i for i in body.tokens if not 0 <= i < llm.info.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(
+            400, f"tokens: {wrong} is outside the vocabulary [0, {llm.info.vocab_size})", param="tokens", code="invalid_value"
+        )
+    text = await while_connected(request, asyncio.to_thread(llm.tokenizer.decode, body.tokens, skip_special_tokens=False))
+    return {"prompt": text}

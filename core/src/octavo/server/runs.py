@@ -1,0 +1,140 @@
+"""The run of one generating request: body, limits, prompt, generation, answer, in that order.
+
+Owns the steps that every generating route shares, so that each has the same checks, the same watch
+over its client, and the same account in log and metrics. A route supplies its prompts and its shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.engine.async_llm import AsyncLLM
+from octavo.request import ModelInfo, SamplingParams, check_request
+from octavo.server.clients import ClientGone, EventStream, while_connected
+from octavo.server.errors import ApiError, to_api_error
+from octavo.server.generation import Generation, Job
+from octavo.server.limits import MAX_PROMPTS, MAX_SAMPLES, read_body
+from octavo.server.protocol import Sampling, prompts
+from octavo.server.service import Service, principal
+from octavo.server.wire import Wire, parse
+from octavo.text.output import RequestOutput
+
+M = TypeVar("M", bound=Wire)
+_encode = msgspec.json.Encoder().encode
+
+
+class Shape(Protocol):
+    """How one endpoint spells its answers."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]: ...
+    def frames(self, deltas: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]: ...
+
+
+async def body_of(request: Request, state: Service, model: type[M]) -> M:
+    """The request's body as `model`. Raises ApiError."""
+    return parse(model, await read_body(request, state.config.max_body_bytes))
+
+
+def docs(model: type[Wire]) -> dict[str, Any]:
+    """The OpenAPI entry of a route that reads its own body."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def run(
+    request: Request,
+    state: Service,
+    body: Sampling,
+    prepare: Callable[[AsyncLLM], Awaitable[list[Job]]],
+    shape: Callable[[str, list[Job]], Shape],
+) -> Response:
+    """Generate and answer. `prepare` makes the prompts (off the event loop where that takes time); `shape`
+    gets the request's id and the jobs. Raises what `errors.to_api_error` knows, before an answer begins."""
+    record = state.record(request)
+    generation = None
+    streaming = False
+    try:
+        llm = state.open()
+        priority = state.priority(body.priority, request)
+        jobs = await while_connected(request, prepare(llm))
+        caller = principal(request)
+        generation = Generation(
+            llm,
+            jobs,
+            record,
+            priority=priority,
+            tenant=caller.tenant,
+            domain=_domain(caller.domain, body.cache_salt),
+            delta=bool(body.stream),
+        )
+        form = shape(record.id, jobs)
+        await while_connected(request, generation.start())
+        if body.stream:
+            streaming = True
+            return EventStream(form.frames(generation.deltas()), generation, record)
+        outputs = await while_connected(request, generation.last())
+        return Response(_encode(form.whole(outputs)), media_type="application/json")
+    except ClientGone:
+        record.outcome = "disconnected"
+        raise
+    except Exception as exc:
+        error = to_api_error(exc, record.id)
+        record.outcome = error.code or "error"
+        raise error from exc
+    finally:
+        if not streaming:
+            if generation is not None:
+                await generation.close()
+            record.close()
+
+
+def _domain(domain: str, salt: str | None) -> str:
+    """A client's salt can only narrow the sharing that its key allows."""
+    return domain if salt is None else f"{domain}/{hashlib.sha256(salt.encode()).hexdigest()}"
+
+
+async def raw_jobs(
+    llm: AsyncLLM, prompt: Any, params: SamplingParams, *, add_special: bool = True, default_tokens: int | None = None
+) -> list[Job]:
+    """The jobs of a completion body's `prompt`, each checked against the model. Raises ApiError, RequestError.
+
+    default_tokens: max_tokens where the client gave none, as far as the context allows.
+    """
+    given = prompts(prompt)
+    check_samples(len(given), params)
+    jobs = []
+    for item in given:
+        text = item if isinstance(item, str) else None
+        ids = await llm.encode(item, add_special=add_special) if isinstance(item, str) else item
+        jobs.append(Job(ids, text, resolve(ids, params, llm.info, default_tokens)))
+    return jobs
+
+
+def resolve(ids: list[int], params: SamplingParams, info: ModelInfo, default_tokens: int | None = None) -> SamplingParams:
+    """`params` for this prompt, max_tokens filled in. Raises RequestError."""
+    if params.max_tokens is None and default_tokens is not None:
+        room = max(info.max_model_len - len(ids), 1)
+        params = msgspec.structs.replace(params, max_tokens=min(max(default_tokens, params.min_tokens), room))
+    return check_request(ids, params, info)
+
+
+def check_samples(count: int, params: SamplingParams) -> None:
+    """Raises ApiError when one request asks for too many sequences."""
+    if count > MAX_PROMPTS:
+        raise ApiError(
+            400, f"prompt: at most {MAX_PROMPTS} prompts in one request, got {count}", param="prompt", code="invalid_value"
+        )
+    if count * params.samples > MAX_SAMPLES:
+        raise ApiError(
+            400,
+            f"n: {count} prompts x {params.samples} samples are more than the {MAX_SAMPLES} of one request",
+            param="n",
+            code="invalid_value",
+        )
