@@ -56,6 +56,24 @@ def test_the_engine_is_built_from_the_very_plan_that_is_explained(tiny: Path) ->
     assert engine.allocator.usage().total == made.num_blocks
 
 
+def test_the_start_up_log_tells_every_decision_and_every_broken_plugin(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from octavo.engine.build import build_from_plan
+
+    module = ModuleType("acme_misspelt")
+
+    @hookimpl
+    def register_executor() -> list[Provider]:
+        return []
+
+    module.register_executor = register_executor  # type: ignore[attr-defined]
+    with caplog.at_level("INFO", logger="octavo"):
+        build_from_plan(plan(tiny, discover(extra_modules=[module])))
+    for kind in KINDS:
+        assert f"{kind}: " in caplog.text
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "acme_misspelt" in warning and "did you mean 'register_executors'" in warning
+
+
 def test_a_plan_is_frozen(tiny: Path) -> None:
     with pytest.raises(FrozenInstanceError):
         plan(tiny).dtype = "float64"  # type: ignore[misc]

@@ -179,6 +179,8 @@ def _announce(plan: Plan, seconds: float) -> None:
     """The start-up lines that operators look for."""
     for kind, decision in plan.decisions().items():
         log.info("%s: %s", kind, decision)
+    for entry in plan.catalog.problems():
+        log.warning("plugin %s: %s %s %s: %s", entry.origin, entry.kind, entry.name, entry.state, entry.reason)
     where = "GPU" if plan.device.type == "cuda" else "CPU"
     log.info("%s KV cache size: %s tokens", where, f"{plan.kv_cache_tokens:,}")
     log.info("Maximum concurrency for %s tokens per request: %.2fx", f"{plan.limits.max_model_len:,}", plan.sizing.contexts)
