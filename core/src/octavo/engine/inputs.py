@@ -54,7 +54,7 @@ class StateTable:
         logit_index = ends[row_of[batch.source[batch.sample]]] - 1
         columns = self._send(np.concatenate([slots, start, counts, ends - counts, logit_index]))
         n = len(slots)
-        rows, first, count, offset, index = columns.split([n, n, n, n, len(logit_index)])
+        rows, first, count, offset, index = torch.split(columns, [n, n, n, n, len(logit_index)])
         if total == n:
             token_rows, positions = rows, first
         else:

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -23,6 +24,10 @@ from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.messages import pack, unpack
 from octavo.errors import AdmissionRefused, OctavoError
+from octavo.request import Events
+
+if TYPE_CHECKING:
+    from octavo.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +80,7 @@ class EngineLoop:
                 self._open = False
                 return
 
-    def _drain_messages(self, engine: object) -> None:
-        from octavo.engine.engine import Engine
-
-        assert isinstance(engine, Engine)
+    def _drain_messages(self, engine: Engine) -> None:
         while self._open and self._socket.poll(0):
             kind, body = unpack(self._socket.recv_multipart())
             if kind == messages.ADD:
@@ -88,7 +90,7 @@ class EngineLoop:
                     self._send(messages.REFUSED, messages.Refused(body.id, refusal.message, refusal.code, refusal.retry_after))
             elif kind == messages.ABORT:
                 engine.abort(body.request_id, body.sample)
-                self._send(messages.EVENTS, messages.Events([], engine.stats()))
+                self._send(messages.EVENTS, Events([], engine.stats()))
             elif kind == messages.RESET:
                 engine.allocator.reset()
             elif kind == messages.CLOSE:

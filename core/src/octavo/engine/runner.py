@@ -28,7 +28,7 @@ class StepHandle:
         self._finish, self._event = finish, event
 
     def done(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Result:
         if self._event is not None:
@@ -115,7 +115,7 @@ class ModelRunner:
     ) -> StepHandle:
         event = None
         if self._device.type == "cuda":
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             if sampled is not None:
                 sampled = sampled.to_host()
             event.record()
