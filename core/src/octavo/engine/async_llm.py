@@ -60,7 +60,7 @@ class AsyncLLM:
         Raises ConfigError, LoadError or PluginError for what the caller can mend, EngineDead for a crash.
         """
         began = time.perf_counter()
-        source = await asyncio.to_thread(resolve_source, config.model, config.revision)
+        source = await asyncio.to_thread(resolve_source, config.model, config.revision, weights=config.load_format != "dummy")
         llm = cls(config, source)
         try:
             # The engine builds while this process loads the tokenizer: neither needs the other.

@@ -22,7 +22,6 @@ from octavo.engine.engine import Engine
 from octavo.engine.executor import ExecutorParts
 from octavo.engine.plan import Plan, plan_engine
 from octavo.engine.runner import ModelRunner
-from octavo.errors import LoadError
 from octavo.interfaces import (
     AllocatorParts,
     AttentionLayer,
@@ -74,6 +73,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
             max_rows=plan.limits.max_num_seqs,
             max_model_len=plan.limits.max_model_len,
             prefix_caching=plan.config.enable_prefix_caching,
+            max_step_tokens=plan.limits.max_num_batched_tokens,
         )
     )
     stream = random.Random(plan.config.seed)
@@ -154,10 +154,9 @@ def _model(plan: Plan, tell: Progress) -> tuple[Model, dict[int, AttentionLayer]
 def _valid_vocab(plan: Plan) -> int | None:
     """One past the largest id that the tokenizer knows: logits past it are padding, never sampled. None
     where the model has no tokenizer (random weights, token ids in and out)."""
-    try:
-        files = load_tokenizer_files(plan.source)
-    except LoadError:
+    if plan.source.kind == "folder" and not (plan.source.path / "tokenizer.json").is_file():
         return None
+    files = load_tokenizer_files(plan.source)
     return min(max(files.tokenizer.get_vocab(with_added_tokens=True).values()) + 1, plan.facts.vocab_size)
 
 
