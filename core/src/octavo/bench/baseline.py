@@ -33,7 +33,7 @@ class Transformers:
     prompt is timed, logits of the last position only. Otherwise the first request, alone, through
     `generate` at temperature 1."""
 
-    def __init__(self, config: EngineConfig, asks: Sequence[Ask], tell: Callable[[str], None]) -> None:
+    def __init__(self, config: EngineConfig, asks: Sequence[Ask], tell: Callable[..., None]) -> None:
         self._asks = asks
         self.forward = all(ask.output == 1 for ask in asks)
         self.what = (
@@ -55,7 +55,7 @@ class Transformers:
     def run(self) -> Run:
         return self._time(self._threads, self._dtype, self._asks if self.forward else self._asks[:1])
 
-    def _best(self, tell: Callable[[str], None]) -> tuple[int, str, dict[str, float]]:
+    def _best(self, tell: Callable[..., None]) -> tuple[int, str, dict[str, float]]:
         """Try threads and dtypes on a short piece of the work and keep the fastest."""
         first = self._asks[0]
         piece = Ask(first.prompt[:TRIAL_PROMPT], min(first.output, TRIAL_TOKENS))

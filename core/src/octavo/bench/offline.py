@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from octavo.bench.baseline import Transformers
     from octavo.text.output import OutputProcessor
 
-Tell = Callable[[str], None]
+Tell = Callable[..., None]
+"""tell(stage, done=0, total=0)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Ours:
         from octavo.plugins import discover
 
         began = time.perf_counter()
-        self.engine = build_engine(config, discover(config.plugins), progress=lambda stage, *_: tell(f"loading: {stage}"))
+        self.engine = build_engine(config, discover(config.plugins), progress=tell)
         self.build_seconds = time.perf_counter() - began
         self.threads = torch.get_num_threads()
         self._processor = _processor(config)
@@ -123,7 +124,7 @@ def _brief(asks: Sequence[Ask]) -> list[Ask]:
 
 
 def measure(
-    config: EngineConfig, workload: Workload, *, repeats: int, against: str | None = None, tell: Tell = lambda _: None
+    config: EngineConfig, workload: Workload, *, repeats: int, against: str | None = None, tell: Tell = lambda *_: None
 ) -> dict[str, Any]:
     """Run `workload` `repeats` times, interleaved with the baseline if there is one; the whole record.
 

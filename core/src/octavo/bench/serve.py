@@ -23,6 +23,9 @@ from octavo.bench.record import surroundings
 from octavo.bench.workloads import Ask
 from octavo.errors import ConfigError, OctavoError
 
+Tell = Callable[..., None]
+"""tell(stage, done=0, total=0)"""
+
 WORDS = [
     "time",
     "year",
@@ -76,7 +79,7 @@ class Answer:
     finished: float = 0.0
 
 
-def measure(load: Load, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(load: Load, tell: Tell = lambda *_: None) -> dict[str, Any]:
     """Send the load and return the whole record. Raises OctavoError if nobody answers at the address."""
     record = surroundings()
     answers, wall = asyncio.run(_run(load, tell))
@@ -124,7 +127,7 @@ def _goodput(load: Load, answers: Sequence[Answer], wall: float) -> dict[str, An
     return {"limits_ms": load.goodput, "requests": count, "requests_per_s": round(count / wall, 3)}
 
 
-async def _run(load: Load, tell: Callable[[str], None]) -> tuple[list[Answer], float]:
+async def _run(load: Load, tell: Tell) -> tuple[list[Answer], float]:
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=load.concurrency)
     gate = asyncio.Semaphore(load.concurrency)
@@ -139,8 +142,7 @@ async def _run(load: Load, tell: Callable[[str], None]) -> tuple[list[Answer], f
             async with gate:
                 answer = await _send(client, load, ask)
             done += 1
-            if done % max(1, len(load.asks) // 20) == 0:
-                tell(f"{done} of {len(load.asks)} requests")
+            tell("requests", done, len(load.asks))
             return answer
 
         began = time.perf_counter()

@@ -33,7 +33,7 @@ def measure(
     *,
     repeats: int = 1,
     timeout: float = 600.0,
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Callable[..., None] = lambda *_: None,
 ) -> dict[str, Any]:
     """The record; times are medians over `repeats` starts. Raises OctavoError if a start fails."""
     record = surroundings()

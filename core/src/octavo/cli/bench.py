@@ -150,7 +150,8 @@ def _run_serve(args: argparse.Namespace) -> int:
     lines.append(f"                {record['input_tok_s']:.1f} input tok/s, {record['output_tok_s']:.1f} output tok/s")
     if good := record["goodput"]:
         lines.append(f"goodput         {good['requests_per_s']:.2f} requests/s ({good['requests']} requests kept every limit)")
-    return _print_table([*lines, ""], record["latency"])
+    _print_table([*lines, ""], record["latency"])
+    return 0 if record["completed"] else 1
 
 
 def _startup(kinds: Any) -> None:

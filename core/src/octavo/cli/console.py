@@ -52,12 +52,10 @@ class Stages:
         self._bar, self._quiet = None, True
 
     def update(self, progress: Progress) -> None:
-        self._show(progress.stage, progress.done, progress.total)
+        self.tell(progress.stage, progress.done, progress.total)
 
-    def tell(self, text: str) -> None:
-        self._show(text, 0, 0)
-
-    def _show(self, stage: str, done: int, total: int) -> None:
+    def tell(self, stage: str, done: int = 0, total: int = 0) -> None:
+        """total 0: how far it is is not known."""
         if self._quiet:
             return
         if self._bar is not None:
