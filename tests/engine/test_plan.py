@@ -17,6 +17,7 @@ from octavo.engine import device
 from octavo.engine.plan import Plan, plan_engine
 from octavo.errors import ConfigError, OctavoError, PluginError
 from octavo.plugins import discover
+from octavo.request import Request, SamplingParams
 
 from tests.tiny import tiny_config
 
@@ -244,3 +245,27 @@ def test_windowed_layers_get_a_group_of_their_own(tmp_path: Path) -> None:
     assert [(g.spec.kind, g.layers) for g in made.groups] == [("full", (0, 1)), ("window", (2, 3))]
     assert made.sizing.blocks_per_context < 2 * 4096 // made.block_size
     assert [group["window"] for group in made.explain()["kv_cache"]["groups"]] == [None, 64]
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_the_pool_that_was_sized_holds_the_longest_request_that_is_admitted(
+    family: str, block_size: int, chunk: int, tmp_path: Path
+) -> None:
+    """Sizing and the allocator count window blocks alike: a pool of one context and a quarter refuses no single request."""
+    from octavo.engine.build import build_engine
+
+    names = {"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    model = tiny_llama(tmp_path / "m", model_type=family, architectures=[names[family]], **windows)
+    config = EngineConfig(model=str(model), num_threads=1, block_size=block_size, max_num_batched_tokens=chunk)
+    engine = build_engine(config, discover())
+    engine.add(Request(id="long", prompt=[9] * 500, params=SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
+    tokens = 0
+    while engine.busy:
+        for event in engine.step().events:
+            assert event.error is None
+            tokens += len(event.tokens)
+        engine.allocator.check()
+    assert tokens == 12
