@@ -19,7 +19,7 @@ from octavo.errors import ConfigError, OctavoError, PluginError
 from octavo.plugins import discover
 from octavo.request import Request, SamplingParams
 
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_llama
 
 
 def plan(model: Path | str, catalog: Catalog | None = None, **config: Any) -> Plan:
