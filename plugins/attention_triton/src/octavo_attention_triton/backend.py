@@ -21,7 +21,7 @@ import triton
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
 from octavo_attention_triton.kernels import decode, prefill, write
-from octavo_attention_triton.kernels.plan import ITEM, plan
+from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.provider import FP8, TritonOptions
 from octavo_attention_triton.tuning import Tile, decode_tile, prefill_tile
 
@@ -47,6 +47,7 @@ class WorkMap:
     kv_heads: int
     budget: int
     items: torch.Tensor  # int32 [budget + max rows, ITEM]
+    cuts: torch.Tensor  # int32 [max rows, INFO]
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class Bound:
     work: WorkMap
     sinks: torch.Tensor | None
     shape: dict[str, Any]  # constexprs that decode and prefill share
+    descriptor: Any = None  # of the cache, where the Hopper prefill kernel serves this layer
 
 
 class TritonAttention:
@@ -74,6 +76,7 @@ class TritonAttention:
         self.device = torch.device("cuda", parts.device.index) if on_cuda else torch.device(parts.device.type)
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.pdl = on_cuda and parts.device.capability >= (9, 0)
+        self.hopper = on_cuda and parts.device.capability[0] == 9
         self._layers: dict[int, Bound] = {}
         self._works: dict[tuple[Any, ...], WorkMap] = {}
         self._groups: list[BoundGroup] = []
@@ -105,7 +108,7 @@ class TritonAttention:
                 self._layers[layer.index] = Bound(
                     layer, bound.group.index, cache, geometry, work,
                     None if layer.sinks is None else layer.sinks.detach().to(self.device).contiguous(),
-                    self._shape(layer, geometry),
+                    self._shape(layer, geometry), self._descriptor(layer, cache, geometry),
                 )  # fmt: skip
                 partials = max(partials, work.items.shape[0] * layer.num_heads)
         width = max((b.layer.v_dim for b in self._layers.values()), default=1)
@@ -114,6 +117,26 @@ class TritonAttention:
         # Arrival counters: zero before and after every launch, the last arrival resets its own.
         self._arrived = torch.zeros(partials, dtype=torch.int32, device=self.device)
         self._nothing = torch.zeros(1, dtype=torch.float32, device=self.device)
+
+    def _descriptor(self, layer: AttentionLayer, cache: torch.Tensor, g: PageGeometry) -> Any:
+        """The cache's TMA descriptor if the Hopper kernel prefills this layer, else None. Raises ValueError if it was asked for and cannot."""
+        if self.options.prefill == "portable" or not self.hopper:
+            fits = False
+        else:
+            from octavo_attention_triton.kernels import hopper_prefill
+
+            fits = hopper_prefill.supports(
+                k_dim=g.k_dim, v_dim=g.v_dim, k_row=g.k_row, v_row=g.v_row, page=g.page, bits=self.dtype.itemsize * 8,
+                group=layer.num_heads // layer.num_kv_heads, same_dtype=cache.dtype == self.dtype,
+            )  # fmt: skip
+            if fits:
+                return hopper_prefill.descriptor(cache, g.k_dim, g.page)
+        if self.options.prefill == "hopper" and not fits:
+            raise ValueError(
+                f"layer {layer.index}: prefill=hopper needs capability 9 and a 16-bit cache of dim 64 or 128 without row padding, "
+                f"in the query dtype; this is {g.dtype} with dims {g.k_dim} and {g.v_dim}, rows of {g.k_row} and {g.v_row}, page {g.page}"
+            )
+        return None
 
     def _check(self, layer: AttentionLayer, cache: torch.Tensor, geometry: PageGeometry) -> None:
         pages = (cache.shape[0], geometry.elements)
@@ -132,7 +155,8 @@ class TritonAttention:
         if key not in self._works:
             budget = max(1, self.sms * self.options.ctas_per_sm // layer.num_kv_heads)
             items = torch.full((budget + rows, ITEM), -1, dtype=torch.int32, device=self.device)
-            self._works[key] = WorkMap(layer.window, tile, layer.num_kv_heads, budget, items)
+            cuts = torch.full((rows, INFO), -1, dtype=torch.int32, device=self.device)
+            self._works[key] = WorkMap(layer.window, tile, layer.num_kv_heads, budget, items, cuts)
         return self._works[key]
 
     def _shape(self, layer: AttentionLayer, geometry: PageGeometry) -> dict[str, Any]:
@@ -158,11 +182,16 @@ class TritonAttention:
             return
         lists: dict[tuple[int, int | None], torch.Tensor] = {}
         for bound in self._layers.values():
-            tile = self._prefill_tile(bound, step)
-            key = (tile.block_m // bound.shape["GROUP"], bound.layer.window)
+            key = (self._prefill_tokens(bound, step), bound.layer.window)
             if key not in lists:
                 lists[key] = self._tiles(step, *key)
         step.scratch["triton.tiles"] = lists
+
+    def _prefill_tokens(self, bound: Bound, step: Step) -> int:
+        """Query tokens of one tile."""
+        if bound.descriptor is not None:
+            return 128 // int(bound.shape["GROUP"])
+        return self._prefill_tile(bound, step).block_m // int(bound.shape["GROUP"])
 
     def _prefill_tile(self, bound: Bound, step: Step) -> Tile:
         return prefill_tile(
@@ -171,18 +200,19 @@ class TritonAttention:
         )  # fmt: skip
 
     def _tiles(self, step: Step, size: int, window: int | None) -> torch.Tensor:
-        """int32 [tiles, 4]: first token, tokens, position of the first, state-table row; longest first."""
+        """int32 [tiles, prefill.TILE], longest first."""
         lens, ends = step.host.query_lens.astype(np.int64), step.host.seq_lens.astype(np.int64)
         starts = np.cumsum(lens) - lens
         many = np.flatnonzero(lens > 1)
         counts = -(-lens[many] // size)
         of = np.repeat(many, counts)
         nth = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        tiles = np.empty((of.size, 4), dtype=np.int32)
+        tiles = np.zeros((of.size, prefill.TILE), dtype=np.int32)
         tiles[:, 0] = starts[of] + nth * size
         tiles[:, 1] = np.minimum(lens[of] - nth * size, size)
         tiles[:, 2] = ends[of] - lens[of] + nth * size
         tiles[:, 3] = step.host.rows[of]
+        tiles[:, 4] = ends[of]
         work = tiles[:, 2] + tiles[:, 1]
         if window is not None:
             work = np.minimum(work, window + size)
@@ -196,7 +226,7 @@ class TritonAttention:
         rows = step.seq_lens.shape[0]
         for work in self._works.values():
             plan(
-                step.query_start, step.seq_lens, step.rows, work.items, budget=work.budget, capacity=work.budget + rows,
+                step.query_start, step.seq_lens, step.rows, work.items, work.cuts, budget=work.budget, capacity=work.budget + rows,
                 max_rows=self.limits.max_num_seqs, tile=work.tile.block_n, min_tiles=1, window=work.window, max_splits=MAX_SPLITS,
             )  # fmt: skip
 
@@ -211,7 +241,7 @@ class TritonAttention:
         block_h = min(_pow2(g.heads), max(1, 2048 // max(block_k, block_v)))
         write.write_kernel[(k.shape[0], triton.cdiv(g.heads, block_h))](
             k, v, cache, step.slot_mapping[bound.group],
-            1.0 / bound.layer.k_scale, 1.0 / bound.layer.v_scale, write.FP8_MAX.get(cache.dtype, 0.0),
+            bound.layer.k_scale, bound.layer.v_scale, write.FP8_MAX.get(cache.dtype, 0.0),
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0),
             HEADS=g.heads, K_DIM=g.k_dim, V_DIM=g.v_dim, PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base,
             V_TRANSPOSED=g.v_transposed, QUANTISE=quantise, BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_V=block_v,
@@ -236,7 +266,8 @@ class TritonAttention:
     def _fused(self, rows: int, kv_heads: int) -> bool:
         if self.options.merge != "auto":
             return self.options.merge == "fused"
-        return True
+        # With a row a multiprocessor few rows are split, and the last arrival is cheaper than another launch.
+        return rows * kv_heads >= self.sms
 
     def _decode(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         layer, work, table = bound.layer, bound.work, step.tables[bound.group]
@@ -246,36 +277,45 @@ class TritonAttention:
         block_g, block_v = _pow2(group), bound.shape["BLOCK_V"]
         log = self._nothing if lse is None else lse
         sinks = self._nothing if bound.sinks is None else bound.sinks
-        pdl = self.pdl and not fused
-        extra = {"launch_pdl": True} if pdl else {}
+        extra = {"launch_pdl": True} if self.pdl else {}
         decode.decode_kernel[(layer.num_kv_heads, work.budget + rows)](
             q, out, log, bound.cache, table, work.items, self._part, self._part_lse, self._arrived, sinks,
             scale, softcap, v_scale,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0), bound.cache.stride(0),
             HEADS=layer.num_heads, BLOCK_M=work.tile.block_m, BLOCK_N=work.tile.block_n, BLOCK_G=block_g, **bound.shape,
-            LSE=lse is not None, FUSED=fused, MAX_SPLITS=MAX_SPLITS, CHUNK=max(1, min(16, 8192 // (block_g * block_v))),
-            STAGES=work.tile.stages, PDL=pdl, num_warps=work.tile.warps,
+            LSE=lse is not None, FUSED=fused, CHUNK=max(1, min(16, 8192 // (block_g * block_v))),
+            STAGES=work.tile.stages, PDL=self.pdl, num_warps=work.tile.warps, **extra,
         )  # fmt: skip
         if not fused:
-            decode.merge_kernel[(layer.num_heads, work.budget + rows)](
-                work.items, self._part, self._part_lse, out, log, sinks, v_scale,
-                out.stride(0), out.stride(1), log.stride(0),
-                HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v, MAX_SPLITS=MAX_SPLITS,
-                CHUNK=max(1, min(32, 8192 // block_v)), SINKS=bound.shape["SINKS"], LSE=lse is not None, PDL=pdl,
-                num_warps=4, **extra,
+            decode.merge_kernel[(layer.num_heads, rows)](
+                work.cuts, self._part, self._part_lse, out, log, sinks, v_scale, out.stride(0), out.stride(1), log.stride(0),
+                HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v, CHUNK=max(1, min(64, 8192 // block_v)),
+                SINKS=bound.shape["SINKS"], LSE=lse is not None, PDL=self.pdl, num_warps=4, **extra,
             )  # fmt: skip
 
     def _prefill(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        layer, table = bound.layer, step.tables[bound.group]
-        tile = self._prefill_tile(bound, step)
-        tiles = step.scratch["triton.tiles"][tile.block_m // bound.shape["GROUP"], layer.window]
+        layer, table, shape = bound.layer, step.tables[bound.group], bound.shape
+        tiles = step.scratch["triton.tiles"][self._prefill_tokens(bound, step), layer.window]
         scale, softcap, v_scale = self._numbers(bound)
         log = self._nothing if lse is None else lse
         sinks = self._nothing if bound.sinks is None else bound.sinks
+        strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0)
+        if bound.descriptor is not None:
+            from octavo_attention_triton.kernels import hopper_prefill as hopper
+
+            items = tiles.shape[0] * layer.num_kv_heads
+            hopper.hopper_prefill_kernel[(min(self.sms, items),)](
+                q, out, log, bound.descriptor, table, tiles, sinks, items, layer.num_kv_heads, layer.window or 0, scale, softcap,
+                *strides, 2 * layer.num_kv_heads * shape["PAGE"],
+                GROUP=shape["GROUP"], DIM=shape["K_DIM"], BLOCK_N=hopper.BLOCK_N, BOX=min(shape["PAGE"], hopper.BLOCK_N),
+                PAGE=shape["PAGE"], STAGES=hopper.STAGES, SOFTCAP=shape["SOFTCAP"], WINDOW=shape["WINDOW"], SINKS=shape["SINKS"],
+                LSE=lse is not None, num_warps=4,
+            )  # fmt: skip
+            return
+        tile = self._prefill_tile(bound, step)
         prefill.prefill_kernel[(tiles.shape[0], layer.num_kv_heads)](
-            q, out, log, bound.cache, table, tiles, sinks, scale, softcap, v_scale, layer.window or 0,
-            q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0), bound.cache.stride(0),
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **bound.shape,
+            q, out, log, bound.cache, table, tiles, sinks, scale, softcap, v_scale, layer.window or 0, *strides, bound.cache.stride(0),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shape,
             LSE=lse is not None, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
 

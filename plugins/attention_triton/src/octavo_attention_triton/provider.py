@@ -20,7 +20,9 @@ class TritonOptions(Options):
     ctas_per_sm: int = Field(4, ge=1, le=16, description="Decode items in flight a multiprocessor, which sets the splits.")
     merge: Literal["auto", "fused", "kernel"] = Field("auto", description="Who adds up the splits of a row.")
     fp8_v_transposed: bool = Field(True, description="Keep V of an FP8 cache as [head, dim, slot].")
-    prefill: Literal["auto", "pointer", "tma"] = Field("auto", description="Prefill kernel; tma needs Hopper.")
+    prefill: Literal["auto", "portable", "hopper"] = Field(
+        "auto", description="Prefill kernel; hopper is warp-specialised, for 16-bit caches of dim 64 or 128 on capability 9."
+    )
 
 
 def accepts(needs: Needs, options: Any) -> Accept | Reject:

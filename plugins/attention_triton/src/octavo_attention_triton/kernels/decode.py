@@ -18,42 +18,39 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def merge_item(
+def merge_parts(
     token, first_item, splits, head,
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale, out_stride_t, out_stride_h, lse_stride_t,
     HEADS: tl.constexpr, GROUP: tl.constexpr, V_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_V: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    CHUNK: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial outputs of one row and one KV head: out = sum_s 2^(lse_s - top) o_s / sum_s 2^(lse_s - top)."""
+    """Add up the partial outputs of one row's GROUP heads: out = sum_s 2^(lse_s - top) o_s / sum_s 2^(lse_s - top)."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_V)
-    s = tl.arange(0, MAX_SPLITS)
-    lses = tl.load(
-        part_lse_ptr + (first_item + s[:, None]) * HEADS + head * GROUP + g[None, :],
-        mask=(s < splits)[:, None] & (g < GROUP)[None, :], other=float("-inf"),
-    )  # fmt: skip
-    top = tl.max(lses, 0)
-    if SINKS:
-        sink = tl.load(sinks_ptr + head * GROUP + g, mask=g < GROUP, other=float("-inf")).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lses - top[None, :]), 0)
-    if SINKS:
-        total += tl.exp2(sink - top)
-
     c = tl.arange(0, CHUNK)
-    acc = tl.zeros([CHUNK, BLOCK_G, BLOCK_V], tl.float32)
-    for s0 in range(0, splits, CHUNK):
-        item = (first_item + s0 + c).to(tl.int64)[:, None] * HEADS + head * GROUP + g[None, :]
-        live = (s0 + c < splits)[:, None] & (g < GROUP)[None, :]
-        weight = tl.exp2(tl.load(part_lse_ptr + item, mask=live, other=float("-inf")) - top[None, :])
-        part = tl.load(
-            part_ptr + item[:, :, None] * V_DIM + d[None, None, :], mask=live[:, :, None] & (d < V_DIM)[None, None, :], other=0.0
-        )
-        acc += part * weight[:, :, None]
-    total = tl.where(total == 0.0, 1.0, total)
-    o = tl.sum(acc, 0) * (v_scale / total)[:, None]
     h = head * GROUP + g
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + h, mask=g < GROUP, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        total += tl.where(top == float("-inf"), 0.0, 1.0)
+    for s0 in range(0, splits, CHUNK):
+        # Both loads of a chunk are in flight together: few splits cost one trip to memory.
+        place = (first_item + s0 + c).to(tl.int64)[:, None] * HEADS + h[None, :]
+        live = (s0 + c < splits)[:, None] & (g < GROUP)[None, :]
+        lse = tl.load(part_lse_ptr + place, mask=live, other=float("-inf"))
+        part = tl.load(
+            part_ptr + place[:, :, None] * V_DIM + d[None, None, :], mask=live[:, :, None] & (d < V_DIM)[None, None, :], other=0.0
+        )
+        higher = tl.maximum(top, tl.max(lse, 0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(lse - shift[None, :])
+        keep = tl.exp2(top - shift)
+        total = total * keep + tl.sum(weight, 0)
+        acc = acc * keep[:, None] + tl.sum(part * weight[:, :, None], 0)
+        top = higher
+    o = acc * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     tl.store(
         out_ptr + token.to(tl.int64) * out_stride_t + h[:, None] * out_stride_h + d[None, :],
         o.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < V_DIM)[None, :],
@@ -82,7 +79,7 @@ def _attend(
     return accumulate(s, v, visible, m, l, acc, DOT, V_TRANSPOSED, PRECISION, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "lse_stride_t"])
 def decode_kernel(
     q_ptr, out_ptr, lse_ptr, cache_ptr, table_ptr, items_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr,
     scale_log2, softcap, v_scale,
@@ -92,18 +89,20 @@ def decode_kernel(
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, NORMALISE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    FUSED: tl.constexpr, MAX_SPLITS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FUSED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     item = tl.program_id(1)
+    if PDL:
+        # Launched while its predecessor ends: nothing may be read before the wait.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.load(items_ptr + item * 8)
     row = tl.load(items_ptr + item * 8 + 1)
     first = tl.load(items_ptr + item * 8 + 2)
     last = tl.load(items_ptr + item * 8 + 3)
     first_item = tl.load(items_ptr + item * 8 + 4)
     splits = tl.load(items_ptr + item * 8 + 5)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     if token < 0:
         return
     table = table_ptr + row.to(tl.int64) * table_stride
@@ -178,35 +177,33 @@ def decode_kernel(
             if arrived == splits - 1:
                 tl.debug_barrier()
                 tl.store(counter, 0)  # ready for the next launch
-                merge_item(
+                merge_parts(
                     token, first_item, splits, head,
                     part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale, out_stride_t, out_stride_h, lse_stride_t,
-                    HEADS, GROUP, V_DIM, BLOCK_G, BLOCK_V, MAX_SPLITS, CHUNK, SINKS, LSE,
+                    HEADS, GROUP, V_DIM, BLOCK_G, BLOCK_V, CHUNK, SINKS, LSE,
                 )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_stride_t"])
 def merge_kernel(
-    items_ptr, part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale, out_stride_t, out_stride_h, lse_stride_t,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, MAX_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    cuts_ptr, part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale, out_stride_t, out_stride_h, lse_stride_t,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up one query head of one split row; the row is found through its first item."""
-    item = tl.program_id(1)
+    """One program adds up one query head of one row, if it was split."""
     head = tl.program_id(0)
-    token = tl.load(items_ptr + item * 8)
-    first_item = tl.load(items_ptr + item * 8 + 4)
-    splits = tl.load(items_ptr + item * 8 + 5)
+    row = tl.program_id(1)
+    # The work map is older than the decode kernel, which waited for it: it may be read before the wait.
+    token = tl.load(cuts_ptr + row * 4)
+    first_item = tl.load(cuts_ptr + row * 4 + 1)
+    splits = tl.load(cuts_ptr + row * 4 + 2)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if token < 0:
+        tl.extra.cuda.gdc_launch_dependents()
+    if splits <= 1:
         return
-    if first_item != item:
-        return
-    if splits == 1:
-        return
-    merge_item(
+    merge_parts(
         token, first_item, splits, head,
         part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale, out_stride_t, out_stride_h, lse_stride_t,
-        HEADS, 1, V_DIM, 1, BLOCK_V, MAX_SPLITS, CHUNK, SINKS, LSE,
+        HEADS, 1, V_DIM, 1, BLOCK_V, CHUNK, SINKS, LSE,
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 An item is ITEM int32 values: query token (-1: idle), state-table row, first token, end token, first item of
 its row, splits of its row, row of the step, spare. Items of a row are neighbours, which makes an item's number
-the place of its partial result. The map is sized by `capacity`; idle items end at once.
+the place of its partial result. The map is sized by `capacity`; idle items end at once. `cuts` says the same by
+row of the step, for whoever adds the parts up: INFO int32 values, query token (-1: not decoding), first item, splits, spare.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import triton
 import triton.language as tl
 
 ITEM = 8
+INFO = 4
 
 
 @triton.jit(do_not_specialize=["count", "budget", "capacity"])
 def plan_kernel(
-    query_start, seq_lens, rows, items, count, budget, capacity,
+    query_start, seq_lens, rows, items, cuts, count, budget, capacity,
     TILE: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
     MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -42,6 +44,9 @@ def plan_kernel(
     splits = tl.where(decoding, splits, 0)
     place = tl.cumsum(splits, 0) - splits
     used = tl.sum(splits, 0)
+    tl.store(cuts + r * 4, tl.where(decoding, token, -1), mask=live)
+    tl.store(cuts + r * 4 + 1, place, mask=live)
+    tl.store(cuts + r * 4 + 2, splits, mask=live)
 
     c = tl.arange(0, BLOCK_C)
     tl.store(items + c * 8, tl.full([BLOCK_C], -1, tl.int32), mask=(c >= used) & (c < capacity))
@@ -66,15 +71,15 @@ def plan_kernel(
 
 
 def plan(
-    query_start: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, items: torch.Tensor,
+    query_start: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, items: torch.Tensor, cuts: torch.Tensor,
     *, budget: int, capacity: int, max_rows: int, tile: int, min_tiles: int, window: int | None, max_splits: int,
 ) -> None:  # fmt: skip
-    """Fill `items` (int32 [>= capacity, ITEM]) for a step of len(seq_lens) <= max_rows rows. capacity >= budget + rows."""
+    """Fill `items` (int32 [>= capacity, ITEM]) and `cuts` (int32 [>= rows, INFO]) for a step of len(seq_lens) <= max_rows rows. capacity >= budget + rows."""
     count = seq_lens.shape[0]
     # Two variants at most: few rows in many lanes, or every row.
     padded = 16 if count <= 16 else int(triton.next_power_of_2(max_rows))
     plan_kernel[(1,)](
-        query_start, seq_lens, rows, items, count, budget, capacity,
+        query_start, seq_lens, rows, items, cuts, count, budget, capacity,
         TILE=tile, MIN_TILES=min_tiles, WINDOW=window or 0, MAX_SPLITS=max_splits,
         ROWS=padded, LANES=max(1, min(128, 2048 // padded)), BLOCK_C=int(triton.next_power_of_2(budget + max_rows)), num_warps=8 if padded > 64 else 4,
     )  # fmt: skip

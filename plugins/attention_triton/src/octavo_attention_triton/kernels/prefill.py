@@ -12,6 +12,9 @@ import triton.language as tl
 
 from octavo_attention_triton.kernels.tile import accumulate, load_tile, scores
 
+TILE = 8
+"""int32 values of a tile record: first token, tokens, position of the first, state-table row, the sequence's end, 3 spare."""
+
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -40,7 +43,7 @@ def _masked(
     return m, l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "lse_stride_t", "window"])
 def prefill_kernel(
     q_ptr, out_ptr, lse_ptr, cache_ptr, table_ptr, tiles_ptr, sinks_ptr,
     scale_log2, softcap, v_scale, window,
@@ -53,10 +56,10 @@ def prefill_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    token0 = tl.load(tiles_ptr + tile * 4)
-    tokens = tl.load(tiles_ptr + tile * 4 + 1)
-    position0 = tl.load(tiles_ptr + tile * 4 + 2)
-    row = tl.load(tiles_ptr + tile * 4 + 3)
+    token0 = tl.load(tiles_ptr + tile * 8)
+    tokens = tl.load(tiles_ptr + tile * 8 + 1)
+    position0 = tl.load(tiles_ptr + tile * 8 + 2)
+    row = tl.load(tiles_ptr + tile * 8 + 3)
     table = table_ptr + row.to(tl.int64) * table_stride
 
     lane = tl.arange(0, BLOCK_M)

@@ -56,10 +56,12 @@ def load_tile(
         else:
             pointers = cache_ptr + base[:, None] + (head * PAGE + slot[:, None]) * ROW + d[None, :]
     if BLOCK_D == DIM:
-        return tl.load(pointers)
-    if TRANSPOSED:
-        return tl.load(pointers, mask=(d < DIM)[:, None], other=0.0)
-    return tl.load(pointers, mask=(d < DIM)[None, :], other=0.0)
+        tile = tl.load(pointers)
+    elif TRANSPOSED:
+        tile = tl.load(pointers, mask=(d < DIM)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=(d < DIM)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit

@@ -14,9 +14,9 @@ FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @triton.jit
-def _store(x, inverse_scale, limit, target, mask, QUANTISE: tl.constexpr):
+def _store(x, scale, limit, target, mask, QUANTISE: tl.constexpr):
     if QUANTISE:
-        x = x.to(tl.float32) * inverse_scale
+        x = tl.div_rn(x.to(tl.float32), scale)
         # Saturate, so that a value past the range never turns into NaN; a NaN stays visible as NaN.
         x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     tl.store(target, x.to(target.dtype.element_ty), mask=mask)
@@ -25,7 +25,7 @@ def _store(x, inverse_scale, limit, target, mask, QUANTISE: tl.constexpr):
 @triton.jit
 def write_kernel(
     k_ptr, v_ptr, cache_ptr, slots_ptr,
-    k_inverse, v_inverse, limit,
+    k_scale, v_scale, limit,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, page_stride,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr,
@@ -44,7 +44,7 @@ def write_kernel(
     d = tl.arange(0, BLOCK_K)[None, :]
     mask = (heads < HEADS) & (d < K_DIM)
     k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + d, mask=mask)
-    _store(k, k_inverse, limit, cache_ptr + page + (heads * PAGE + offset) * K_ROW + d, mask, QUANTISE)
+    _store(k, k_scale, limit, cache_ptr + page + (heads * PAGE + offset) * K_ROW + d, mask, QUANTISE)
 
     d = tl.arange(0, BLOCK_V)[None, :]
     mask = (heads < HEADS) & (d < V_DIM)
@@ -53,4 +53,4 @@ def write_kernel(
         target = cache_ptr + page + V_BASE + (heads * V_DIM + d) * PAGE + offset
     else:
         target = cache_ptr + page + V_BASE + (heads * PAGE + offset) * V_ROW + d
-    _store(v, v_inverse, limit, target, mask, QUANTISE)
+    _store(v, v_scale, limit, target, mask, QUANTISE)

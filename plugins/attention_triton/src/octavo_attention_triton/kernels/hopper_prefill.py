@@ -1,0 +1,309 @@
+"""Prefill on Hopper: warp specialised, in Gluon. For 16-bit caches of dim 64 or 128; `prefill.py` does the rest.
+
+Three partitions share a program. A producer warp walks the tiles of K and V through the block table and has the
+tensor memory accelerator copy them, box by box, into rings in shared memory; two consumer warpgroups of 64 matrix rows each
+(tokens times the query heads of one KV head) multiply and normalise. A consumer issues Q.K of tile j together with
+P.V of tile j - 1 and computes the softmax of j while the latter runs. Programs are persistent: program i takes items i,
+i + programs, ... of the list, longest first, so the producer already loads the next item during an epilogue.
+
+The pool's cache is read as one matrix of rows of DIM elements, which needs rows without padding.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _bounds(tiles_ptr, item, heads, window, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):
+    """Record of an item, and its tiles: first, first unmasked, first masked again, end."""
+    record = tiles_ptr + (item // heads) * 8
+    token0 = gl.load(record)
+    tokens = gl.load(record + 1)
+    position0 = gl.load(record + 2)
+    last = position0 + tokens
+    end = (last + BLOCK_N - 1) // BLOCK_N
+    full = (position0 + 1) // BLOCK_N
+    first = 0
+    open_ = 0
+    if WINDOW:
+        first = gl.maximum(position0 - window + 1, 0) // BLOCK_N
+        open_ = gl.maximum((gl.maximum(last - window, 0) + BLOCK_N - 1) // BLOCK_N, first)
+    return token0, tokens, position0, first, open_, full, end
+
+
+@gluon.jit
+def _fetch(
+    desc, table, tile, end_token, row0, barrier, target, rows_per_page,
+    DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Copy one tile [BLOCK_N, DIM]; row0: of the head in a page. Boxes past the sequence's end read block 0."""
+    mbarrier.expect(barrier, BLOCK_N * DIM * 2)
+    for b in gl.static_range(BLOCK_N // BOX):
+        token = tile * BLOCK_N + b * BOX
+        page = gl.load(table + token // PAGE, mask=token < end_token, other=0)
+        row = gl.maximum(page, 0) * rows_per_page + row0 + token % PAGE
+        for c in gl.static_range(DIM // 64):
+            tma.async_copy_global_to_shared(
+                desc, [row, c * 64], barrier, target.slice(b * BOX, BOX, 0).slice(c * 64, 64, 1)
+            )
+
+
+@gluon.jit
+def _produce(
+    desc, table_ptr, tiles_ptr, items, heads, table_stride, window, rows_per_page,
+    k_smem, v_smem, k_full, v_full, k_empty, v_empty,
+    DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    count = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _, _, _, first, _, _, end = _bounds(tiles_ptr, item, heads, window, BLOCK_N, WINDOW)
+        table = table_ptr + gl.load(tiles_ptr + (item // heads) * 8 + 3).to(gl.int64) * table_stride
+        end_token = gl.load(tiles_ptr + (item // heads) * 8 + 4)
+        row0 = (item % heads) * PAGE
+        for tile in range(first, end):
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            _fetch(desc, table, tile, end_token, row0, k_full.index(stage), k_smem.index(stage), rows_per_page,
+                   DIM, BLOCK_N, BOX, PAGE)  # fmt: skip
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            _fetch(desc, table, tile, end_token, row0 + heads * PAGE, v_full.index(stage), v_smem.index(stage), rows_per_page,
+                   DIM, BLOCK_N, BOX, PAGE)  # fmt: skip
+            count += 1
+
+
+@gluon.jit
+def _tanh(x):
+    e = gl.exp2(-2.8853900817779268 * gl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return gl.where(x < 0, -t, t)
+
+
+@gluon.jit
+def _softmax(
+    s, m, l, tile, position, scale, softcap, window,
+    BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Raw scores to base-2 probabilities; returns them with the new maximum, the new sum and the factor of the old one."""
+    if SOFTCAP:
+        s = softcap * _tanh(s * (scale / softcap))
+        factor = 1.0
+    else:
+        factor = scale
+    if MASKED:
+        key = (tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)))[None, :]
+        visible = key <= position[:, None]
+        if WINDOW:
+            visible = visible & (key > position[:, None] - window)
+        s = gl.where(visible, s, float("-inf"))
+    top = gl.maximum(m, gl.max(s, 1) * factor)
+    shift = top
+    if MASKED:
+        shift = gl.where(top == float("-inf"), 0.0, top)
+    p = gl.exp2(s * factor - shift[:, None])
+    keep = gl.exp2(m - shift)
+    return p, top, l * keep + gl.sum(p, 1), keep
+
+
+@gluon.jit
+def _zero_tail(v, tile, end_token, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
+    """Slots past the sequence's end may hold NaN, which a probability of zero does not erase. Both consumers write
+    the same bytes here, so neither needs to know how far the other is."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for i in gl.static_range(BLOCK_N // 16):
+        row = tile * BLOCK_N + i * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        part = v.slice(i * 16, 16, 0)
+        part.store(gl.where((row < end_token)[:, None], part.load(layout), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _step(
+    q, p, m, l, o, tile, count, end_token, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty, v_empty,
+    DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Tile `tile` (number `count` of the ring) against Q, while P of the tile before it meets its V."""
+    stage = count % STAGES
+    before = (count - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+    zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+    o = warpgroup_mma(p, v_smem.index(before), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    pf, m, l, keep = _softmax(s, m, l, tile, position, scale, softcap, window, BLOCK_N, S_LAYOUT, SOFTCAP, WINDOW, MASKED)
+    # Waiting "for" the probabilities too keeps the compiler from waiting before it computes them.
+    o, pf = warpgroup_mma_wait(0, deps=[o, pf])
+    mbarrier.arrive(v_empty.index(before), count=1)
+    o = o * gl.convert_layout(keep, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    p = gl.convert_layout(pf.to(p.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+    return p, m, l, o
+
+
+@gluon.jit
+def _consume(
+    common, HALF: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, items, heads, window, scale, softcap,
+     q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
+     q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty) = common  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    load: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = q_smem.dtype
+    q = q_smem.index(HALF)
+    count = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token0, tokens, position0, first, open_, full, end = _bounds(tiles_ptr, item, heads, window, BLOCK_N, WINDOW)
+        end_token = gl.load(tiles_ptr + (item // heads) * 8 + 4)
+        head = item % heads
+
+        lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, load))
+        d = gl.arange(0, DIM, gl.SliceLayout(0, load))
+        t = lane // GROUP
+        pointers = (
+            q_ptr + (token0 + t).to(gl.int64)[:, None] * q_stride_t + (head * GROUP + lane % GROUP)[:, None] * q_stride_h + d[None, :]
+        )
+        q.store(gl.load(pointers, mask=(t < tokens)[:, None], other=0.0))
+        fence_async_shared()
+        gl.thread_barrier()
+
+        lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        position = position0 + gl.minimum(lane // GROUP, tokens - 1)
+        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+        l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+        o = gl.zeros([64, DIM], gl.float32, o_layout)
+
+        # The first tile has no P.V beside it; it is masked whether or not it must be.
+        stage = count % STAGES
+        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+        s = warpgroup_mma(
+            q, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        pf, m, l, _ = _softmax(s, m, l, first, position, scale, softcap, window, BLOCK_N, s_layout, SOFTCAP, WINDOW, True)
+        p = gl.convert_layout(pf.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+        count += 1
+
+        body = gl.minimum(gl.maximum(first + 1, open_), end)
+        for tile in range(first + 1, body):
+            p, m, l, o = _step(
+                q, p, m, l, o, tile, count, end_token, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty,
+                v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True,
+            )  # fmt: skip
+            count += 1
+        for tile in range(body, full):
+            p, m, l, o = _step(
+                q, p, m, l, o, tile, count, end_token, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty,
+                v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, False,
+            )  # fmt: skip
+            count += 1
+        for tile in range(gl.maximum(body, full), end):
+            p, m, l, o = _step(
+                q, p, m, l, o, tile, count, end_token, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty,
+                v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True,
+            )  # fmt: skip
+            count += 1
+        stage = (count - 1) % STAGES
+        mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
+        if end * BLOCK_N > end_token:
+            _zero_tail(v_smem.index(stage), end - 1, end_token, BLOCK_N, DIM)
+            gl.thread_barrier()
+        o = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(v_empty.index(stage), count=1)
+
+        h = head * GROUP + lane % GROUP
+        live = lane // GROUP < tokens
+        token = (token0 + lane // GROUP).to(gl.int64)
+        if SINKS:
+            sink = gl.load(sinks_ptr + h, mask=live, other=0.0).to(gl.float32) * LOG2E
+            top = gl.maximum(m, sink)
+            keep = gl.exp2(m - top)
+            l = l * keep + gl.exp2(sink - top)
+            o = o * gl.convert_layout(keep, gl.SliceLayout(1, o_layout))[:, None]
+            m = top
+        if LSE:
+            gl.store(lse_ptr + token * lse_stride_t + h, (m + gl.log2(l)) * LN2, mask=live)
+        o = o * gl.convert_layout(1.0 / l, gl.SliceLayout(1, o_layout))[:, None]
+        lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, o_layout))
+        d = gl.arange(0, DIM, gl.SliceLayout(0, o_layout))
+        t = lane // GROUP
+        pointers = (
+            out_ptr + (token0 + t).to(gl.int64)[:, None] * out_stride_t + (head * GROUP + lane % GROUP)[:, None] * out_stride_h
+            + d[None, :]
+        )  # fmt: skip
+        gl.store(pointers, o.to(dtype), mask=(t < tokens)[:, None])
+
+
+@gluon.jit(do_not_specialize=["items", "heads", "window", "table_stride", "lse_stride_t"])
+def hopper_prefill_kernel(
+    q_ptr, out_ptr, lse_ptr, desc, table_ptr, tiles_ptr, sinks_ptr,
+    items, heads, window, scale, softcap,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t, table_stride, rows_per_page,
+    GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """items: tiles * heads (KV heads). desc: the cache as [rows, DIM], boxes of [BOX, 64]."""
+    dtype: gl.constexpr = desc.dtype
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_smem = gl.allocate_shared_memory(dtype, [2, 64, DIM], wide)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], wide)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], wide)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    common = (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, items, heads, window, scale, softcap,
+              q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
+              q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty)  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (common, 0, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE)),
+            (_consume, (common, 1, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE)),
+            (_produce, (desc, table_ptr, tiles_ptr, items, heads, table_stride, window, rows_per_page,
+                        k_smem, v_smem, k_full, v_full, k_empty, v_empty, DIM, BLOCK_N, BOX, PAGE, STAGES, WINDOW)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+BLOCK_M, BLOCK_N = 128, 128  # matrix rows of a program (two consumers of 64), tokens of a tile
+STAGES = 2
+
+
+def supports(*, k_dim: int, v_dim: int, k_row: int, v_row: int, page: int, group: int, same_dtype: bool, bits: int) -> bool:
+    """Whether the kernel can read such a cache: see the module's first lines."""
+    plain = k_dim == v_dim == k_row == v_row and k_dim in (64, 128)
+    return plain and same_dtype and bits == 16 and group <= 64 and (page % BLOCK_N == 0 or BLOCK_N % page == 0)
+
+
+def descriptor(cache: torch.Tensor, dim: int, page: int) -> TensorDescriptor:
+    """The whole cache of a layer as a matrix [rows, dim], copied in boxes of [page or tile, 64]."""
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor.from_tensor(cache.view(-1, dim), [min(page, BLOCK_N), 64], layout)
