@@ -65,6 +65,7 @@ def test_a_histogram_counts_each_value_in_its_first_bucket_that_holds_it() -> No
 def test_a_record_feeds_the_histograms_once() -> None:
     metrics = make()
     record = Record(metrics, "/v1/completions", "", log_line=False)
+    record.on_submit()
     record.on_first_token()
     record.on_finish("stop")
     record.close()

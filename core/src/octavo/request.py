@@ -238,8 +238,9 @@ class Event(msgspec.Struct, array_like=True):
 
     tokens may be empty (a finish or an error without a new token). `finish` is None while it
     runs; `stop_reason` is the token id that stopped it, None for the model's own end-of-sequence.
-    `cached_tokens` (prompt tokens taken from the prefix cache) and `prompt_logprobs` come with a
-    sample's first event; `error` explains finish "error".
+    `cached_tokens` (prompt tokens taken from the prefix cache), `queue_seconds` (from arrival to its
+    first place in a step) and `prompt_logprobs` come with a sample's first event; `error` explains
+    finish "error".
     """
 
     request_id: str
@@ -251,6 +252,7 @@ class Event(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
+    queue_seconds: float = 0.0
 
 
 class EngineStats(msgspec.Struct, array_like=True):

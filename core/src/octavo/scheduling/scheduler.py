@@ -85,7 +85,7 @@ class ContinuousScheduler:
             key = order_key(self._parts.policy, request.priority, now, self._serial, sample, self._options.ageing)
             seed = (base + sample) & 0xFFFF_FFFF_FFFF_FFFF
             deadline = None if request.deadline is None else now + request.deadline
-            sequences.append(Sequence(request, sample, seed, key, prompt, limit, deadline))
+            sequences.append(Sequence(request, sample, seed, key, prompt, limit, deadline, now))
             if deadline is not None:
                 heapq.heappush(self._deadlines, (deadline, id(sequences[-1]), sequences[-1]))
         self._live[request.id] = sequences
@@ -209,6 +209,7 @@ class ContinuousScheduler:
         self._enter(sequence, slot, known, cached)
         if sequence.cached < 0:  # the first time: a re-admission after preemption is no new query
             sequence.cached = cached
+            sequence.queued = self._parts.clock() - sequence.arrived
             self._stats.prefix_queries += known
             self._stats.prefix_hits += cached
         draft.admitted[slot] = sequence
@@ -343,6 +344,7 @@ class ContinuousScheduler:
         if not sequence.announced:
             sequence.announced = True
             event.cached_tokens = max(sequence.cached, 0)
+            event.queue_seconds = sequence.queued
             event.prompt_logprobs = sequence.prompt_logprobs
             if sequence.sample == 0:
                 self._stats.prompt_tokens += len(sequence.prompt)

@@ -35,6 +35,8 @@ class Sequence:
     prompt: np.ndarray  # int32, shared by siblings
     limit: int
     deadline: float | None = None
+    arrived: float = 0.0  # by the scheduler's clock
+    queued: float = 0.0  # seconds from arrival to the first admission
     output: list[int] = field(default_factory=list)
     state: State = State.HELD
     slot: int = -1

@@ -74,6 +74,7 @@ class Generation:
         self._open = True
 
     async def start(self) -> None:
+        self._record.on_submit()
         if len(self._streams) == 1:
             self._firsts = [await anext(self._streams[0])]
         else:
@@ -82,6 +83,7 @@ class Generation:
         for job, output in zip(self.jobs, self._firsts, strict=True):
             self._record.prompt_tokens += len(job.ids)
             self._record.cached_tokens += output.num_cached_tokens
+            self._record.queued = max(self._record.queued, output.queue_seconds)
 
     async def deltas(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the job, output) as they come, the first ones included."""

@@ -39,13 +39,17 @@ class Record:
     id: str = field(default_factory=new_id)
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
-    queued: float = 0.0
+    submitted: float | None = None  # when the engine got it
+    queued: float = 0.0  # seconds in the engine's queue
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     finishes: list[str] = field(default_factory=list)
     outcome: str = "ok"
     _closed: bool = False
+
+    def on_submit(self) -> None:
+        self.submitted = time.perf_counter()
 
     def on_first_token(self) -> None:
         self.first_token = time.perf_counter()
@@ -63,13 +67,13 @@ class Record:
         now = time.perf_counter()
         if self.outcome == "disconnected":
             self.metrics.disconnects += 1
-        if self.outcome == "ok" and self.first_token is not None:
-            begun = self.arrived + self.queued
+        if self.outcome == "ok" and self.first_token is not None and self.submitted is not None:
+            scheduled = self.submitted + self.queued
             self.metrics.e2e.observe(now - self.arrived)
             self.metrics.queue.observe(self.queued)
-            self.metrics.prefill.observe(max(self.first_token - begun, 0.0))
+            self.metrics.prefill.observe(max(self.first_token - scheduled, 0.0))
             self.metrics.decode.observe(now - self.first_token)
-            self.metrics.inference.observe(max(now - begun, 0.0))
+            self.metrics.inference.observe(max(now - scheduled, 0.0))
         if self.log_line:
             ttft = "-" if self.first_token is None else f"{self.first_token - self.arrived:.3f}s"
             log.info(

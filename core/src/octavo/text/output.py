@@ -60,7 +60,8 @@ class CompletionOutput:
 class RequestOutput:
     """What is known of one request. prompt is its text where the caller gave text.
 
-    error explains a sample's finish_reason "error". prompt_token_logprobs has an entry per prompt
+    queue_seconds: how long it waited for its first place in a step. error explains a sample's
+    finish_reason "error". prompt_token_logprobs has an entry per prompt
     token, None for the first.
     """
 
@@ -73,6 +74,7 @@ class RequestOutput:
     prompt_token_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     tokenizer: Tokenizer | None = None
+    queue_seconds: float = 0.0
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -106,6 +108,7 @@ def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         first.prompt_token_logprobs if second.prompt_token_logprobs is None else second.prompt_token_logprobs,
         second.error or first.error,
         second.tokenizer,
+        max(first.queue_seconds, second.queue_seconds),
     )
 
 
@@ -175,7 +178,7 @@ class _Live:
         self._samples = [SampleText(tokenizer, request.prompt, params) for _ in range(params.samples)]
         self._running = params.samples
         self._changed: dict[int, None] = {}
-        self._cached = 0
+        self._cached, self._queued = 0, 0.0
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._error: str | None = None
 
@@ -185,7 +188,7 @@ class _Live:
 
     def take(self, event: Event) -> bool:
         """Whether the engine must be told to end this sample."""
-        self._cached = max(self._cached, event.cached_tokens)
+        self._cached, self._queued = max(self._cached, event.cached_tokens), max(self._queued, event.queue_seconds)
         self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
         self._error = event.error or self._error
         sample = self._samples[event.sample]
@@ -218,6 +221,7 @@ class _Live:
             self._prompt_logprobs,
             self._error,
             self._tokenizer,
+            self._queued,
         )
 
     def _completion(self, index: int, sample: SampleText, *, delta: bool) -> CompletionOutput:
