@@ -1,7 +1,7 @@
 """What the torch backend works out once a step and reuses in every layer of a KV group.
 
 Owns the split of a step's rows into tiles and the cache entries that each tile reads. An *entry* is a
-line of the cache seen as [blocks * kv_heads * block_size, k_dim + v_dim]: one head of one token.
+line of the cache seen as [blocks * 2 * kv_heads * block_size, width]: K or V of one head of one token.
 Only entries of tokens that the row holds are ever listed, so that whatever lies in free blocks or in
 the unused tail of a block is never read, not even to be masked.
 """
@@ -29,7 +29,8 @@ class ShortTile:
     """B rows of at most Q new tokens over at most L keys each, computed as one batch.
 
     queries: int64 [B * Q] into the step's tokens (a row with fewer repeats its last; None: the whole
-    step in order). entries: int64 [B * kv_heads * L] (padding repeats the row's last key). hidden: bool
+    step in order). entries: int64 [2 * B * kv_heads * L], K then V (padding repeats the row's
+    last key). hidden: bool
     [B, 1, Q, 1, L - clear], True where the key is not visible; None: everything is. The first `clear`
     keys are visible to all.
     """
@@ -46,7 +47,7 @@ class ShortTile:
 @dataclass(slots=True)
 class LongTile:
     """One row: its new tokens are step tokens [start, start + length) at positions from `position`; its
-    keys are positions [first, position + length). entries: int64 [kv_heads * keys]."""
+    keys are positions [first, position + length). entries: int64 [2 * kv_heads * keys], K then V."""
 
     start: int
     length: int
@@ -57,7 +58,7 @@ class LongTile:
 
 @dataclass(slots=True)
 class GroupPlan:
-    """writes: int64 [T * kv_heads], the entries that the step's tokens are stored in."""
+    """writes: int64 [T * 2 * kv_heads], the entries that each token's K heads, then V heads are stored in."""
 
     writes: Tensor
     short: list[ShortTile]
@@ -74,17 +75,16 @@ def plan_group(step: Step, group: KVGroup) -> GroupPlan:
     table = step.tables[group.index]
 
     def entries(rows: np.ndarray, positions: Tensor) -> Tensor:
-        """Entries [B * kv_heads * L] of positions [B, L] of state-table rows [B]."""
+        """Entries [2 * B * kv_heads * L] of positions [B, L] of state-table rows [B]."""
         blocks = table[torch.from_numpy(rows).to(table.device)].gather(1, positions // size).long()
-        return head_entries(blocks, positions % size)
+        plane = torch.arange(2, device=table.device).view(2, 1, 1, 1)
+        head = torch.arange(heads, device=table.device).view(1, 1, heads, 1)
+        lines = (blocks[:, None] * 2 + plane) * heads + head
+        return lines.mul_(size).add_((positions % size)[:, None]).view(-1)
 
-    def head_entries(blocks: Tensor, offsets: Tensor) -> Tensor:
-        each = torch.arange(heads, device=blocks.device)
-        return ((blocks.unsqueeze(1) * heads + each[:, None]) * size + offsets.unsqueeze(1)).view(-1)
-
-    slots = step.slot_mapping[group.index]
-    each = torch.arange(heads, device=slots.device)
-    writes = ((slots // size).unsqueeze(1) * heads + each).mul_(size).add_((slots % size).unsqueeze(1)).view(-1)
+    slots = step.slot_mapping[group.index].unsqueeze(1)
+    lines = (slots // size) * (2 * heads) + torch.arange(2 * heads, device=slots.device)
+    writes = lines.mul_(size).add_(slots % size).view(-1)
 
     short = [
         _short_tile(rows, queries, lengths, firsts, starts, window, step, entries) for rows in _buckets(queries, lengths - firsts)

@@ -4,8 +4,8 @@ Owns its cache layout and the arithmetic; the pool owns the memory, `octavo.atte
 list. It is core's default on the CPU, and in float32 the reference that other backends are held
 against. Must never read a cache entry that the step's rows do not hold.
 
-Keys and values of a row are gathered into a dense [kv_heads, keys, k_dim + v_dim] and multiplied in
-batches over kv heads, with the q heads of a group as rows of one matrix (no key is copied per q head).
+Keys and values of a row are gathered into dense [kv_heads, keys, dim] matrices, with the q heads of a
+group as rows of one matrix (no key is copied per q head). Dense, because oneDNN copies what is not.
 Softmax is computed in float32; scores and probabilities are stored in the model's dtype, as
 transformers' eager attention does.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.attention.plan import ROW_BLOCK, GroupPlan, LongTile, ShortTile, plan_group
@@ -28,7 +29,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(slots=True)
 class _Layer:
-    """A layer with its cache: `entries` [blocks * kv_heads * block_size, k_dim + v_dim]."""
+    """A layer with its cache: `entries` [blocks * 2 * kv_heads * block_size, width]."""
 
     facts: AttentionLayer
     plan: str  # where step.scratch holds its group's GroupPlan
@@ -36,12 +37,11 @@ class _Layer:
     cache: Tensor
     entries: Tensor
     sinks: Tensor | None  # float32 [kv_heads, group]
-    k_scale: float  # 1.0 unless the cache is float8
-    v_scale: float
 
 
 class TorchAttention:
-    """interfaces.AttentionBackend. Layout of a block: [kv_heads, slot, k_dim + v_dim], K beside V.
+    """interfaces.AttentionBackend. Layout of a block: [K or V, kv_head, slot, width], width the larger
+    of k_dim and v_dim.
 
     A layer's lse is the natural logarithm of the softmax's denominator, its sink included.
     """
@@ -57,23 +57,21 @@ class TorchAttention:
     def layout(self, spec: KVSpec, block_size: int) -> CacheLayout:
         if spec.kind not in ("full", "window"):
             raise ValueError(f"attention 'torch' keeps full and window caches, not {spec.kind!r}")
-        shape = (spec.heads, block_size, spec.k_dim + spec.v_dim)
+        shape = (2, spec.heads, block_size, max(spec.k_dim, spec.v_dim))
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        return CacheLayout(spec.dtype, shape, math.prod(shape) * dtype.itemsize, "[kv_head, slot, k_dim + v_dim]")
+        return CacheLayout(spec.dtype, shape, math.prod(shape) * dtype.itemsize, "[k or v, kv_head, slot, width]")
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
         self._groups = tuple(bound.group for bound in groups)
         for bound in groups:
             for facts, cache in zip(bound.layers, bound.caches, strict=True):
-                entries = cache.view(-1, facts.k_dim + facts.v_dim)
-                scales = (1.0, 1.0)
+                entries = cache.view(-1, cache.shape[-1])
                 if cache.dtype in _FLOAT8:
                     entries = entries.view(torch.uint8)  # moved as bytes: index operators do not take float8
-                    scales = (facts.k_scale, facts.v_scale)
                 sinks = facts.sinks
                 if sinks is not None:
                     sinks = sinks.to(cache.device, torch.float32).view(facts.num_kv_heads, -1)
-                self._layers[facts.index] = _Layer(facts, _plan_key(bound.group), bound.group, cache, entries, sinks, *scales)
+                self._layers[facts.index] = _Layer(facts, _plan_key(bound.group), bound.group, cache, entries, sinks)
 
     def prepare(self, step: Step) -> None:
         """Nothing: there are no graphs to prepare for."""
@@ -85,10 +83,12 @@ class TorchAttention:
 
     def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
         bound, plan = self._at(layer, step)
-        kv = torch.cat((k, v), -1).view(-1, k.shape[-1] + v.shape[-1])
-        if bound.cache.dtype != kv.dtype:
-            kv = self._encode(bound, kv)
-        bound.entries.index_copy_(0, plan.writes, kv)
+        if bound.cache.dtype != k.dtype:
+            k, v = _encode(k, bound.cache.dtype, bound.facts.k_scale), _encode(v, bound.cache.dtype, bound.facts.v_scale)
+        width = bound.entries.shape[1]
+        if k.shape[-1] != v.shape[-1]:
+            k, v = F.pad(k, (0, width - k.shape[-1])), F.pad(v, (0, width - v.shape[-1]))
+        bound.entries.index_copy_(0, plan.writes, torch.cat((k, v), 1).view(-1, width))
 
     def run(self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None) -> Tensor:
         bound, plan = self._at(layer, step)
@@ -107,10 +107,9 @@ class TorchAttention:
         positions = torch.arange(length, device=table.device)
         # Blocks that a window has given back have no entry (-1): their tokens read block 0, unspecified.
         blocks = table[row].gather(0, positions // size).long().clamp_(min=0)
-        each = torch.arange(heads, device=table.device)
-        entries = ((blocks.unsqueeze(1) * heads + each) * size + (positions % size).unsqueeze(1)).view(-1)
-        keys, values = self._read(bound, entries, (length, heads))
-        return keys * bound.k_scale, values * bound.v_scale
+        lines = blocks[None, :, None] * 2 + torch.arange(2, device=table.device).view(2, 1, 1)
+        lines = lines * heads + torch.arange(heads, device=table.device)
+        return self._read(bound, (lines * size + (positions % size)[:, None]).view(-1), (length, heads))
 
     def copy_blocks(self, group: int, source: Tensor, target: Tensor) -> None:
         for layer in self._layers.values():
@@ -122,71 +121,51 @@ class TorchAttention:
 
     def _short(self, layer: _Layer, tile: ShortTile, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         facts = layer.facts
-        batch, heads, group = tile.size, facts.num_kv_heads, facts.num_heads // facts.num_kv_heads
+        batch, new, heads = tile.size, tile.query_len, facts.num_kv_heads
+        group = facts.num_heads // heads
         keys, values = self._read(layer, tile.entries, (batch * heads, tile.keys))
         chosen = q if tile.queries is None else q.index_select(0, tile.queries)
-        new = tile.query_len
-        if new == 1:  # rows of q are already [batch, kv_head, group]
-            queries = chosen.reshape(batch * heads, group, facts.k_dim)
-        else:
-            queries = chosen.view(batch, new, heads, group, -1).transpose(1, 2).reshape(batch * heads, new * group, -1)
-        scores = self._scores(layer, queries, keys)
+        if new > 1:
+            chosen = chosen.view(batch, new, heads, group, -1).transpose(1, 2)
+        queries = chosen.reshape(batch * heads, new * group, facts.k_dim)
+        scores = queries.new_empty(batch * heads, new * group, tile.keys)
+        scores.baddbmm_(queries, keys.transpose(1, 2), beta=0, alpha=facts.scale)
+        if facts.softcap:
+            _cap(scores, facts.softcap)
+        shaped = scores.view(batch, heads, new, group, -1)
         if tile.hidden is not None:
-            scores.view(batch, heads, new, group, -1)[..., tile.clear :].masked_fill_(tile.hidden, -math.inf)
-        found, sums = self._mix(layer, scores.view(batch, heads, new, group, -1), values, lse is not None)
-        if tile.queries is None:
-            out.copy_(found.view(out.shape))
-            if lse is not None and sums is not None:
-                lse.copy_(sums.view(lse.shape))
-            return
-        found = found.view(batch, heads, new, group, -1).transpose(1, 2).reshape(batch * new, facts.num_heads, facts.v_dim)
-        out.index_copy_(0, tile.queries, found)  # a repeated query writes the same value twice
+            shaped[..., tile.clear :].masked_fill_(tile.hidden, -math.inf)
+        weights, sums = _weights(shaped, layer.sinks, lse is not None)
+        found = torch.bmm(weights.view(scores.shape), values)
+        _place(out, tile.queries, found.view(batch, heads, new, group, -1))
         if lse is not None and sums is not None:
-            lse.index_copy_(0, tile.queries, sums.transpose(1, 2).reshape(batch * new, facts.num_heads))
+            _place(lse.unsqueeze(-1), tile.queries, sums.unsqueeze(-1))
 
     def _long(self, layer: _Layer, tile: LongTile, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        facts = layer.facts
+        facts, window = layer.facts, layer.group.spec.window
         heads, group = facts.num_kv_heads, facts.num_heads // facts.num_kv_heads
-        length = tile.position + tile.length - tile.first
-        keys, values = self._read(layer, tile.entries, (heads, length))
-        window = layer.group.spec.window
+        keys, values = self._read(layer, tile.entries, (heads, tile.position + tile.length - tile.first))
         for at in range(0, tile.length, ROW_BLOCK):
             rows = slice(tile.start + at, tile.start + min(at + ROW_BLOCK, tile.length))
-            count = rows.stop - rows.start
-            # Of the gathered keys this block sees [low, high); those before `own` it sees in full or by window.
+            new = rows.stop - rows.start
+            # Of the gathered keys these queries see some in [low, own + new); `own` is the first one's own key.
             own = tile.position + at - tile.first
-            low, high = max(0, own - window + 1) if window else 0, own + count
-            queries = q[rows].view(count, heads, group, -1).transpose(0, 1).reshape(heads, count * group, -1)
-            scores = self._scores(layer, queries, keys[:, low:high]).view(1, heads, count, group, high - low)
-            _hide(scores, own - low, window)
-            found, sums = self._mix(layer, scores, values[:, low:high], lse is not None)
-            out[rows].view(count, heads, group, -1).copy_(found.view(heads, count, group, -1).transpose(0, 1))
+            low = max(0, own - window + 1) if window else 0
+            queries = q[rows].view(new, heads, group, -1).transpose(0, 1).reshape(heads, new * group, -1)
+            scores = queries.new_empty(heads, new * group, own + new - low)
+            for head in range(heads):  # one by one: a slice of one head's keys is dense, a slice of all is not
+                scores[head].addmm_(queries[head], keys[head, low : own + new].t(), beta=0, alpha=facts.scale)
+            if facts.softcap:
+                _cap(scores, facts.softcap)
+            shaped = scores.view(1, heads, new, group, -1)
+            _hide(shaped, own - low, window)
+            weights, sums = _weights(shaped, layer.sinks, lse is not None)
+            found = queries.new_empty(heads, new * group, facts.v_dim)
+            for head in range(heads):
+                torch.mm(weights[0, head].view(new * group, -1), values[head, low : own + new], out=found[head])
+            _place(out[rows], None, found.view(1, heads, new, group, -1))
             if lse is not None and sums is not None:
-                lse[rows].view(count, heads, group).copy_(sums[0].transpose(0, 1))
-
-    def _scores(self, layer: _Layer, queries: Tensor, keys: Tensor) -> Tensor:
-        """scale * queries keys^T, capped: [batch, rows, keys]."""
-        scale, cap = layer.facts.scale * layer.k_scale, layer.facts.softcap
-        scores = queries.new_empty(queries.shape[0], queries.shape[1], keys.shape[1])
-        scores.baddbmm_(queries, keys.transpose(1, 2), beta=0, alpha=scale)
-        if cap:
-            scores.div_(cap).tanh_().mul_(cap)
-        return scores
-
-    def _mix(self, layer: _Layer, scores: Tensor, values: Tensor, want_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """softmax(scores) values, for scores [batch, kv_heads, new, group, keys] already masked: the sums
-        [batch * kv_heads, new * group, v_dim], and the lse [batch, kv_heads, new, group] if wanted."""
-        shape = scores.shape
-        rows = (-1, shape[2] * shape[3], shape[4])
-        found = torch.bmm(torch.softmax(scores, -1).view(rows), values)
-        sums = torch.logsumexp(scores.float(), -1) if want_lse or layer.sinks is not None else None
-        if layer.sinks is not None and sums is not None:
-            sinks = layer.sinks.unsqueeze(1)
-            found.mul_(torch.sigmoid(sums - sinks).view(found.shape[0], found.shape[1], 1))
-            sums = torch.logaddexp(sums, sinks)
-        if layer.v_scale != 1.0:
-            found.mul_(layer.v_scale)
-        return found, sums
+                _place(lse[rows].unsqueeze(-1), None, sums.unsqueeze(-1))
 
     # ------------------------------------------------------------ the cache
 
@@ -195,22 +174,55 @@ class TorchAttention:
         return bound, step.scratch[bound.plan]
 
     def _read(self, layer: _Layer, entries: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of `entries`, in the model's dtype: views [*shape, k_dim] and [*shape, v_dim]."""
+        """Keys and values of `entries`, in the model's dtype: [*shape, k_dim] and [*shape, v_dim]."""
+        facts, dtype = layer.facts, layer.cache.dtype
         found = layer.entries.index_select(0, entries)
-        if layer.cache.dtype != self._dtype:
-            found = (found.view(layer.cache.dtype) if layer.cache.dtype in _FLOAT8 else found).to(self._dtype)
-        return found.view(*shape, -1).split_with_sizes((layer.facts.k_dim, layer.facts.v_dim), -1)  # type: ignore[return-value]
+        if dtype in _FLOAT8:
+            found = found.view(dtype)
+        keys, values = found.to(self._dtype).view(2, *shape, -1).unbind()
+        if dtype in _FLOAT8:
+            keys, values = keys * facts.k_scale, values * facts.v_scale
+        if facts.k_dim != facts.v_dim:
+            keys, values = keys[..., : facts.k_dim], values[..., : facts.v_dim]
+        return keys, values
 
-    def _encode(self, layer: _Layer, kv: Tensor) -> Tensor:
-        """kv [T * kv_heads, k_dim + v_dim] as the cache stores it: divided by the scales, saturated, cast."""
-        dtype, k_dim = layer.cache.dtype, layer.facts.k_dim
-        if dtype not in _FLOAT8:
-            return kv.to(dtype)
-        kv = kv.float()
-        kv[:, :k_dim] /= layer.k_scale
-        kv[:, k_dim:] /= layer.v_scale
-        limit = torch.finfo(dtype).max
-        return kv.clamp_(-limit, limit).to(dtype).view(torch.uint8)
+
+def _cap(scores: Tensor, cap: float) -> None:
+    scores.div_(cap).tanh_().mul_(cap)
+
+
+def _weights(scores: Tensor, sinks: Tensor | None, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """softmax over the last axis of scores [batch, kv_heads, new, group, keys], computed in float32, and its
+    lse [batch, kv_heads, new, group], None if nobody wants it. A sink takes its share of the softmax and
+    leaves: the weights then sum to less than one."""
+    weights = torch.softmax(scores, -1)
+    if not want_lse and sinks is None:
+        return weights, None
+    sums = torch.logsumexp(scores.float(), -1)
+    if sinks is not None:
+        each = sinks.unsqueeze(1)
+        weights.mul_(torch.sigmoid(sums - each).unsqueeze(-1))
+        sums = torch.logaddexp(sums, each)
+    return weights, sums
+
+
+def _place(out: Tensor, queries: Tensor | None, found: Tensor) -> None:
+    """Put found [batch, kv_heads, new, group, dim] where it belongs in out [T, heads, dim]: at `queries`
+    (one that is repeated gets the same values twice), or in order."""
+    batch, heads, new, group, dim = found.shape
+    ordered = found.transpose(1, 2) if new > 1 else found
+    if queries is None:
+        out.view(batch, new, heads, group, dim).copy_(ordered if new > 1 else found.view(batch, 1, heads, group, dim))
+    else:
+        out.index_copy_(0, queries, ordered.reshape(batch * new, heads * group, dim).to(out.dtype))
+
+
+def _encode(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """x as a cache of `dtype` stores it; for float8 divided by the scale, saturated, and seen as bytes."""
+    if dtype not in _FLOAT8:
+        return x.to(dtype)
+    limit = torch.finfo(dtype).max
+    return (x.float() / scale).clamp_(-limit, limit).to(dtype).view(torch.uint8)
 
 
 def _plan_key(group: KVGroup) -> str:
