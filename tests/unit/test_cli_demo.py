@@ -1,0 +1,82 @@
+"""The first things that a newcomer types, on the real model: they print what the README says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
+
+
+def octavo(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("OCTAVO_")}
+    return subprocess.run(
+        [sys.executable, "-m", "octavo", *words], input=stdin, capture_output=True, text=True, timeout=120, env=env
+    )
+
+
+@pytest.mark.usefixtures("demo_path")
+class TestOnTheDemoModel:
+    def test_generate_prints_the_answer_alone_on_stdout(self) -> None:
+        done = octavo("generate", "demo", QUESTION, "--temperature", "0", "--max-tokens", "16")
+        assert (done.returncode, done.stdout) == (0, ANSWER + "\n"), done.stderr
+
+    def test_chat_answers_line_by_line_until_the_input_ends(self) -> None:
+        done = octavo("chat", "demo", "--temperature", "0", "--max-tokens", "16", stdin=f"{QUESTION}\n/new\n{QUESTION}\n/what\n")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [ANSWER, ANSWER]
+        assert "no command '/what'" in done.stderr
+
+    def test_the_python_example_of_the_readme_runs(self, capsys: pytest.CaptureFixture[str]) -> None:
+        block = next(
+            b for b in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S) if "LLM(" in b
+        )
+        exec(compile(block, "README.md", "exec"), {})
+        assert capsys.readouterr().out.splitlines()[-1] == ANSWER
+
+
+@pytest.mark.usefixtures("tiny")
+class TestOnATinyModel:
+    def test_json_has_text_ids_and_counts(self, tiny: Path) -> None:
+        words = (
+            "generate",
+            str(tiny),
+            "hello",
+            "--raw",
+            "--json",
+            "--n",
+            "2",
+            "--max-tokens",
+            "3",
+            "--ignore-eos",
+            "--dtype",
+            "float32",
+        )
+        done = octavo(*words)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert [o["index"] for o in found["outputs"]] == [0, 1]
+        assert found["usage"]["completion_tokens"] == sum(len(o["token_ids"]) for o in found["outputs"]) == 6
+
+    def test_a_prompt_from_standard_input(self, tiny: Path) -> None:
+        words = ("generate", str(tiny), "-", "--raw", "--temperature", "0", "--max-tokens", "3", "--json")
+        piped, typed = octavo(*words, stdin="hello"), octavo(*(w if w != "-" else "hello" for w in words))
+        assert piped.returncode == typed.returncode == 0
+        assert piped.stdout == typed.stdout
+
+    def test_a_prompt_that_cannot_fit_is_one_line_and_exit_1(self, tiny: Path) -> None:
+        done = octavo("generate", str(tiny), "hello " * 50, "--raw", "--max-model-len", "16")
+        assert done.returncode == 1
+        assert "maximum context length is 16" in done.stderr and "Traceback" not in done.stderr
+
+    def test_a_model_that_is_not_there_is_one_line_without_a_traceback(self) -> None:
+        done = octavo("generate", "/nowhere/model", "hello")
+        assert done.returncode in (1, 2)
+        assert "/nowhere/model" in done.stderr and "Traceback" not in done.stderr
