@@ -145,6 +145,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             self.budget.size(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        format = super().wrap_str_format(value)
+        if format is None:
+            return None
+        owner = value.__self__
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _check_widths(owner, *args, *kwargs.values())
+            return str(self._settle(format(*args, **kwargs), all(map(is_clean, (owner, *args, *kwargs.values())))))
+
+        return checked
+
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """At once, where Jinja waits until the value is used."""
         raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__} is unsafe")

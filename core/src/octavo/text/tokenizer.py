@@ -72,7 +72,7 @@ class Tokenizer:
         """Ids of a raw prompt. With add_special it starts with bos exactly once where the model wants one,
         also if the text spells it out. Without allow_special_tokens, control tokens' text is plain text."""
         if allow_special_tokens:
-            ids = list(self.backend.encode(text, add_special_tokens=False).ids)
+            ids = _ids(self.backend, text)
         else:
             ids = self._encoder().encode(text, ())
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -145,7 +145,7 @@ class _PlainEncoder:
         if self._nonce in text:
             raise RequestError("the text holds a value that is private to this process", code="invalid_value")
         marked = self._mark(text, trusted)
-        ids: list[int] = self._backend.encode(marked, add_special_tokens=False).ids
+        ids = _ids(self._backend, marked)
         if not self._control.isdisjoint(ids):
             # The vocabulary itself spells a marker out (a unigram model may): cut the text inside every such place.
             ids = self._encode_cut(marked)
@@ -167,13 +167,19 @@ class _PlainEncoder:
         cuts = [0, *(m.start() + 1 for m in self._pattern.finditer(text)), len(text)] if self._pattern else [0, len(text)]
         ids: list[int] = []
         for start, end in pairwise(cuts):
-            ids += self._backend.encode(text[start:end], add_special_tokens=False).ids
+            ids += _ids(self._backend, text[start:end])
         if not self._control.isdisjoint(ids):
             raise RequestError(
                 "the text cannot be encoded without turning part of it into one of the model's control tokens",
                 code="invalid_value",
             )
         return ids
+
+
+def _ids(backend: Backend, text: str) -> list[int]:
+    """encode_batch lets other threads run; plain encode holds the interpreter's lock for as long as it takes,
+    which for a long text is seconds. The fast variant leaves out offsets."""
+    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _with_special(backend: Backend, names: frozenset[str]) -> Backend:

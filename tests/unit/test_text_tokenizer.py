@@ -1,0 +1,185 @@
+"""Text to ids and back, incrementally or whole (cases S15 a and d, S23 ids past the tokenizer)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from octavo.text.tokenizer import Tokenizer
+
+from tests.unit import tiny_tokenizers as tiny
+
+KINDS = pytest.mark.parametrize("kind", tiny.ALL)
+BYTES = ["byte_level", "sentencepiece"]
+TEXTS = st.text(st.sampled_from("ab hP.\n<|>é日🎉▁") | st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+def make(kind: str, **options: bool) -> Tokenizer:
+    return tiny.octavo(tiny.ALL[kind](), **options)
+
+
+def test_importing_the_text_side_loads_neither_torch_nor_transformers() -> None:
+    names = "tokenizer, octavo.text.output, octavo.text.chat, octavo.text.logprobs"
+    code = f"import sys, octavo.text.{names}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------- decoding
+
+
+@KINDS
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_joined_deltas_equal_the_whole_text_for_any_ids(kind: str, data: st.DataObject) -> None:
+    tokenizer = make(kind)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=25))
+    for skip in (True, False):
+        stream = tokenizer.stream((), skip_special_tokens=skip)
+        pieces = [stream.push(token) for token in ids]
+        assert "".join(pieces) + stream.flush() == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_byte_level_decoding_is_the_tokenizers_own_for_any_ids_valid_or_not(data: st.DataObject) -> None:
+    tokenizer = make("byte_level")
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    for skip in (True, False):
+        whole = tokenizer.backend.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == whole
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@settings(deadline=None, max_examples=80)
+@given(text=TEXTS)
+def test_decoding_what_was_encoded_is_the_tokenizers_own_decode(kind: str, text: str) -> None:
+    tokenizer = make(kind)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == tokenizer.backend.decode(ids, skip_special_tokens=True)
+
+
+@KINDS
+def test_a_stream_after_a_prompt_continues_it_as_the_whole_decode_does(kind: str) -> None:
+    tokenizer = make(kind)
+    ids = tokenizer.encode("the Paris is a hello, don't")
+    for cut in range(len(ids) + 1):
+        prompt, rest = ids[:cut], ids[cut:]
+        stream = tokenizer.stream(prompt)
+        text = "".join([stream.push(token) for token in rest]) + stream.flush()
+        assert tokenizer.decode(prompt) + text == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_a_character_of_several_tokens_comes_when_it_is_complete_and_not_later(kind: str) -> None:
+    tokenizer = make(kind)
+    data = "🎉".encode()
+    ids = [next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes([b])) for b in data]
+    stream = tokenizer.stream(tokenizer.encode("a"))
+    assert [stream.push(token) for token in ids] == ["", "", "", "🎉"]
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_a_prompt_that_ends_inside_a_character_leaves_its_rest_to_the_output(kind: str) -> None:
+    tokenizer = make(kind)
+    data = "日".encode()
+    ids = [next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes([b])) for b in data]
+    stream = tokenizer.stream([*tokenizer.encode("ab"), *ids[:2]])
+    assert stream.push(ids[2]) == "日"
+
+
+def test_an_unfinished_character_becomes_replacement_characters_at_the_end() -> None:
+    tokenizer = make("sentencepiece")
+    ids = [tokenizer.id_of("<0xE6>"), tokenizer.id_of("<0x97>")]
+    stream = tokenizer.stream(())
+    assert "".join(stream.push(token) for token in ids) == ""  # type: ignore[arg-type]
+    assert stream.flush() == tokenizer.backend.decode(ids) == "\ufffd\ufffd"  # type: ignore[arg-type]
+
+
+@KINDS
+@pytest.mark.parametrize("past", [0, 1, 100_000, 2**31 - 1])
+def test_an_id_past_the_tokenizer_has_no_text_and_the_stream_goes_on(kind: str, past: int) -> None:
+    tokenizer = make(kind)
+    ids = tokenizer.encode("the Paris")
+    strange = [ids[0], tokenizer.vocab_size + past, *ids[1:]]
+    assert tokenizer.decode(strange) == tokenizer.decode(ids)
+    assert tokenizer.token_bytes(tokenizer.vocab_size + past) == b""
+
+
+def test_the_bytes_of_a_token_that_is_no_text_are_its_own() -> None:
+    tokenizer = make("byte_level")
+    ids = tokenizer.encode("日")
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "日".encode()
+
+
+# ---------------------------------------------------------------- encoding
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_bos_comes_exactly_once_even_where_the_text_spells_it_out(kind: str) -> None:
+    tokenizer = make(kind, add_bos=True)
+    for text in ("the Paris", "<s>the Paris", "", "<s>"):
+        assert tokenizer.encode(text).count(tokenizer.bos_id) == 1  # type: ignore[arg-type]
+    assert tokenizer.encode("") == [tokenizer.bos_id]
+    assert tokenizer.bos_id not in tokenizer.encode("the", add_special=False)
+    assert make(kind).encode("") == []
+
+
+@KINDS
+@settings(deadline=None, max_examples=40)
+@given(text=TEXTS, at=st.integers(0, 30), marker=st.sampled_from(tiny.MARKERS))
+def test_control_text_in_ordinary_text_never_becomes_a_control_token(kind: str, text: str, at: int, marker: str) -> None:
+    tokenizer = make(kind)
+    text = text[:at] + marker + text[at:]
+    ids = tokenizer.encode(text, allow_special_tokens=False)
+    assert not tokenizer.special_ids & set(ids)
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@settings(deadline=None, max_examples=60)
+@given(text=TEXTS)
+def test_plain_encoding_equals_the_ordinary_one_where_no_marker_occurs(kind: str, text: str) -> None:
+    tokenizer = make(kind)
+    if not any(marker in text for marker in tiny.MARKERS):
+        assert tokenizer.encode(text, allow_special_tokens=False) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@settings(deadline=None, max_examples=60)
+@given(parts=st.lists(TEXTS | st.sampled_from(tiny.MARKERS), max_size=8))
+def test_wholly_trusted_text_is_encoded_as_the_tokenizer_does(kind: str, parts: list[str]) -> None:
+    tokenizer = make(kind)
+    text = "".join(parts)
+    assert tokenizer.encode_trusted(text, [(0, len(text))]) == tokenizer.backend.encode(text, add_special_tokens=False).ids
+
+
+def test_a_marker_counts_only_where_it_is_trusted_from_end_to_end() -> None:
+    tokenizer = make("byte_level")
+    end = tokenizer.id_of("<|im_end|>")
+    text = "a<|im_end|>b<|im_end|>"
+    assert tokenizer.encode_trusted(text, [(0, 11)]).count(end) == 1  # type: ignore[arg-type]
+    assert tokenizer.encode_trusted(text, [(0, 10)]).count(end) == 0  # type: ignore[arg-type]
+    assert tokenizer.encode_trusted(text, [(0, 11), (12, 22)]).count(end) == 2  # type: ignore[arg-type]
+    assert tokenizer.encode_trusted(text, [(2, 22)]).count(end) == 1  # type: ignore[arg-type]
+
+
+def test_a_role_marker_that_the_checkpoint_does_not_flag_as_special_is_one_all_the_same() -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    backend = Tokenizer.from_str(tiny.byte_level().to_str())
+    backend.add_tokens([AddedToken("<\uff5cUser\uff5c>", special=False), AddedToken("<think>", special=False)])
+    tokenizer = tiny.octavo(backend)
+    marker, think = tokenizer.id_of("<\uff5cUser\uff5c>"), tokenizer.id_of("<think>")
+    ids = tokenizer.encode("<\uff5cUser\uff5c><think>", allow_special_tokens=False)
+    assert marker not in ids and think in ids
+
+
+def test_the_demo_models_tokenizer_decodes_its_own_encoding(demo_path: object) -> None:
+    tokenizer = Tokenizer.from_path(str(demo_path))
+    text = "What is the capital of France? naïve 日本語 🎉\n\tx = 3"
+    ids = tokenizer.encode(text)
+    stream = tokenizer.stream(())
+    assert "".join([stream.push(token) for token in ids]) + stream.flush() == text == tokenizer.decode(ids)
