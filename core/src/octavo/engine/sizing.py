@@ -24,7 +24,8 @@ CPU_CONTEXTS = 1.25
 NOTHING_FITS = "Not even one token would fit: free memory, or use a smaller model"
 
 CUDA_FIXED_BYTES = 512 << 20
-"""CUDA context, library workspaces and captured graphs, roughly, on any GPU."""
+"""Library workspaces and captured graphs, roughly, on any GPU. The CUDA context is not in it: it exists
+when free memory is measured."""
 
 
 @dataclass(frozen=True, slots=True)
