@@ -9,6 +9,7 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from octavo.engine.async_llm import AsyncLLM
@@ -89,4 +90,6 @@ async def models(state: State) -> dict[str, Any]:
 @router.get("/models/{name:path}")
 async def model(name: str, state: State) -> dict[str, Any]:
     """One served name; names may contain slashes."""
+    if not name:
+        raise HTTPException(404)
     return _card(state, state.model(name))

@@ -1,0 +1,34 @@
+"""One keyed server for the session, with a long context so that requests can be made to last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.harness import ADMIN_KEY, API_KEYS, Server
+from tests.tiny import tiny_llama
+
+CONTEXT = 4096
+FLAGS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "1200", "--block-size", "16")
+
+
+@pytest.fixture(scope="session")
+def long_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TINY with a context of 4096 tokens."""
+    return tiny_llama(tmp_path_factory.mktemp("models") / "long", max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def server(long_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server that most tests share: two client keys, one admin key, priorities allowed."""
+    keys = [flag for key in API_KEYS for flag in ("--api-key", key)]
+    log = tmp_path_factory.mktemp("server") / "log"
+    running = Server(
+        long_tiny, log, *FLAGS, *keys, "--admin-api-key", ADMIN_KEY, "--scheduling-policy", "priority", "--min-priority", "-5"
+    )
+    try:
+        yield running.ready()
+    finally:
+        running.stop()
