@@ -53,8 +53,9 @@ def plan_groups(kv_specs: Sequence[KVSpec], layout_of: Layouts, block_size: int)
 
     Layer counts. One block id takes a page in as many tensors as the largest group has layers, so a
     shorter group wastes pages; more and smaller groups waste none but cost a block table each. The
-    count taken is the largest with at most one short group and at most MAX_WASTE of pages wasted:
-    26 layers as 22 window + 4 full become 6 groups of 4 and one of 2 (7% wasted).
+    count taken is the largest with at most one short group and at most MAX_WASTE of pages wasted, over
+    all groups and over those that keep every token (which hold most blocks in a long context): 26
+    layers as 22 window + 4 full become 6 groups of 4 and one of 2 (7% wasted, none of it full).
 
     Page bytes. The spec with the largest page keeps `block_size`; the others get blocks of more
     tokens until their pages are as long. Where no whole multiple fits, all are scaled to the least
@@ -67,7 +68,7 @@ def plan_groups(kv_specs: Sequence[KVSpec], layout_of: Layouts, block_size: int)
     for at, spec in enumerate(kv_specs):
         layers.setdefault(spec, []).append(at)
     scales, page_bytes = _scales(tuple(layers), layout_of, block_size)
-    count = _layer_count([len(found) for found in layers.values()])
+    count = _layer_count([(len(found), spec.window is None) for spec, found in layers.items()])
     groups: list[KVGroup] = []
     for spec, found in layers.items():
         for first in range(0, len(found), count):
@@ -76,14 +77,19 @@ def plan_groups(kv_specs: Sequence[KVSpec], layout_of: Layouts, block_size: int)
     return tuple(groups)
 
 
-def _layer_count(counts: Sequence[int]) -> int:
-    """Layers per group. The greatest common divisor always qualifies: no short group, no waste."""
-    for size in range(max(counts), 0, -1):
-        short = sum(1 for n in counts if n % size)
-        pages = sum(-(-n // size) * size for n in counts)
-        if short <= 1 and pages - sum(counts) <= MAX_WASTE * pages:
-            return size
-    raise AssertionError("groups of one layer waste nothing")
+def _layer_count(counts: Sequence[tuple[int, bool]]) -> int:
+    """Layers per group, from (layers, keeps every token) per spec. One always qualifies: it wastes nothing."""
+
+    def waste(some: Sequence[int], size: int) -> float:
+        pages = sum(-(-n // size) * size for n in some)
+        return (pages - sum(some)) / pages if pages else 0.0
+
+    every, lasting = [n for n, _ in counts], [n for n, keeps in counts if keeps]
+    return next(
+        size
+        for size in range(max(every), 0, -1)
+        if sum(1 for n in every if n % size) <= 1 and max(waste(every, size), waste(lasting, size)) <= MAX_WASTE
+    )
 
 
 def _scales(specs: Sequence[KVSpec], layout_of: Layouts, block_size: int) -> tuple[dict[KVSpec, int], int]:
