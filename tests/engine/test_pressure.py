@@ -21,6 +21,7 @@ from octavo.request import Request
 from tests.engine.harness import Outcomes, alone, make_engine, request, run
 
 LATE = (0, 1, 3)
+PADDED = {"depth": 1, "padded": True}  # S24: decode steps in the padded buffers of captured graphs
 PREFIXES = [list(range(40, 40 + 37)), [7] * 24 + list(range(100, 120)), list(range(300, 330))]
 
 
@@ -77,8 +78,8 @@ def pressures(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("late", LATE)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("late", [*LATE, PADDED], ids=["0", "1", "3", "padded"])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests=st.lists(specs(), min_size=2, max_size=7), pressure=pressures(), aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=2), arrivals=st.lists(st.integers(0, 12), min_size=7, max_size=7))  # fmt: skip
 def test_every_request_gets_the_tokens_it_gets_alone(
     tiny1: Path,

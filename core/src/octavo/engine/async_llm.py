@@ -70,9 +70,10 @@ class AsyncLLM:
             llm._processor = OutputProcessor(llm.tokenizer)
             ready = await starting
         except BaseException:
-            await llm._engine.close()
+            await llm._engine.close(grace=0.5)
             raise
         llm.info, llm.explain, llm.inventory, llm.alive = ready.info, ready.explain, ready.inventory, True
+        llm.stats.free_blocks = ready.info.num_blocks
         log.info("engine ready in %.1f s (%.1f s of it in its own process)", time.perf_counter() - began, ready.seconds)
         return llm
 

@@ -10,7 +10,6 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from octavo.engine.plan import Plan, plan_engine
 from octavo.engine.runner import ModelRunner
 from octavo.interfaces import (
     AllocatorParts,
+    AttentionBackend,
     AttentionLayer,
     AttentionParts,
     BoundGroup,
@@ -92,7 +92,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     )
     executor = plan.executor.create(
         ExecutorParts(
-            runner=lambda: ModelRunner(model, backend, plan.groups, plan.limits, device, sampler),
+            runner=lambda: _runner(plan, model, backend, device, sampler, pool),
             asynchronous=device.type == "cuda",
         )
     )
@@ -100,6 +100,15 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     plan.catalog.ready(engine)
     _announce(plan, time.perf_counter() - began)
     return engine
+
+
+def _runner(
+    plan: Plan, model: Model, backend: AttentionBackend, device: torch.device, sampler: Sampler, pool: Pool
+) -> ModelRunner:
+    runner = ModelRunner(model, backend, plan.groups, plan.limits, device, sampler, pool.scratch)
+    if device.type == "cuda" and backend.graphs != "none" and not plan.config.enforce_eager:
+        runner.use_graphs()
+    return runner
 
 
 def _device(plan: Plan) -> torch.device:
@@ -111,7 +120,7 @@ def _device(plan: Plan) -> torch.device:
     return torch.device("cpu")
 
 
-def _model(plan: Plan, tell: Progress) -> tuple[Model, dict[int, AttentionLayer], Any]:
+def _model(plan: Plan, tell: Progress) -> tuple[Model, dict[int, AttentionLayer], AttentionBackend]:
     """The model with its weights, its attention layers by index, and the (not yet bound) backend."""
     table = WeightTable()
     quantizer = plan.quantizer.create(QuantizerParts(plan.device, plan.dtype, plan.source.quantization_config or {}, table))

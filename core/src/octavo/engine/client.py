@@ -67,7 +67,7 @@ class EngineProcess:
         try:
             return await self._ready
         except BaseException:
-            await self.close()
+            await self.close(grace=0.5)  # it serves nobody yet: nothing to be gentle about
             raise
 
     def add(self, request: Request) -> None:

@@ -18,27 +18,53 @@ from octavo.request import Batch
 
 
 class StateTable:
-    """tokens int32 [max_num_seqs, max_model_len + 1]; tables per group int32 [max_num_seqs, columns];
-    bound int64 [max_num_seqs] (length bound of each sequence, for dynamic RoPE)."""
+    """tokens int32 [max_num_seqs + 1, max_model_len + 1]; tables per group int32 [max_num_seqs + 1, columns];
+    bound int64 [max_num_seqs + 1] (length bound of each sequence, for dynamic RoPE). The last row is
+    `scratch_row`: it belongs to no sequence, and its tables name only the pool's scratch page."""
 
-    def __init__(self, groups: Sequence[KVGroup], limits: Limits, device: torch.device) -> None:
-        rows = limits.max_num_seqs
+    def __init__(self, groups: Sequence[KVGroup], limits: Limits, device: torch.device, scratch_page: int) -> None:
+        rows = limits.max_num_seqs + 1
         self._device = device
         self._block_sizes = [g.block_size for g in groups]
+        self.scratch_row = limits.max_num_seqs
         self.tokens = torch.zeros((rows, limits.max_model_len + 1), dtype=torch.int32, device=device)
         self.bound = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tables = tuple(
             torch.zeros((rows, -(-limits.max_model_len // g.block_size)), dtype=torch.int32, device=device) for g in groups
         )
+        for table in self.tables:
+            table[self.scratch_row] = scratch_page
 
     def apply(self, batch: Batch) -> None:
         """Take in admissions and block-table changes."""
         for admission in batch.admissions:
-            self.tokens[admission.slot, : len(admission.tokens)] = self._send(admission.tokens)
+            self.tokens[admission.slot, : len(admission.tokens)] = self.send(admission.tokens)
             self.bound[admission.slot] = admission.rope_tokens
         for update in batch.tables:
-            table = self.tables[update.group]
-            table[self._send(update.rows).long(), self._send(update.cols).long()] = self._send(update.blocks)
+            rows, cols, blocks = self.send(np.stack([update.rows, update.cols, update.blocks]))
+            self.tables[update.group][rows.long(), cols.long()] = blocks
+
+    def decode_step(self, rows: Tensor, positions: Tensor, query_start: Tensor, index: Tensor, host: StepHost) -> Step:
+        """A step of one token per row, from tensors alone: it may run inside a captured graph."""
+        return Step(
+            token_ids=self.tokens[rows, positions].long(),
+            positions=positions,
+            query_start=query_start,
+            seq_lens=(positions + 1).int(),
+            rows=rows,
+            tables=self.tables,
+            slot_mapping=self._slot_mapping(rows, positions),
+            token_rows=rows,
+            logit_index=index,
+            host=host,
+            rope_tokens=self.bound[rows],
+        )
+
+    def _slot_mapping(self, token_rows: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            table[token_rows, positions // size].long() * size + positions % size
+            for table, size in zip(self.tables, self._block_sizes, strict=True)
+        )
 
     def step(self, batch: Batch) -> Step | None:
         """The rows of the batch that compute something, as flat token columns; None if there are none."""
@@ -52,7 +78,7 @@ class StateTable:
         # Hidden state that a sampled row reads: its source's last new token.
         row_of = np.cumsum(active) - 1
         logit_index = ends[row_of[batch.source[batch.sample]]] - 1
-        columns = self._send(np.concatenate([slots, start, counts, ends - counts, logit_index]))
+        columns = self.send(np.concatenate([slots, start, counts, ends - counts, logit_index]))
         n = len(slots)
         rows, first, count, offset, index = torch.split(columns, [n, n, n, n, len(logit_index)])
         if total == n:
@@ -70,17 +96,15 @@ class StateTable:
             seq_lens=(first + count).int(),
             rows=rows,
             tables=self.tables,
-            slot_mapping=tuple(
-                table[token_rows, positions // size].long() * size + positions % size
-                for table, size in zip(self.tables, self._block_sizes, strict=True)
-            ),
+            slot_mapping=self._slot_mapping(token_rows, positions),
             token_rows=token_rows,
             logit_index=index,
             host=StepHost(counts, start + counts, slots, total, int(counts.max()), int((start + counts).max())),
             rope_tokens=self.bound[token_rows],
         )
 
-    def _send(self, array: np.ndarray) -> Tensor:
+    def send(self, array: np.ndarray) -> Tensor:
+        """The array on the device; from pinned memory and not waited for, where that is a GPU."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type == "cuda":
             return tensor.pin_memory().to(self._device, non_blocking=True)

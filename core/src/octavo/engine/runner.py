@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.engine.graphs import DecodeGraphs
 from octavo.engine.inputs import StateTable
 from octavo.interfaces import AttentionBackend, KVGroup, Limits, Model
 from octavo.request import Batch, Result, SamplingParams, TokenLogprobs
@@ -37,7 +38,7 @@ class StepHandle:
 
 
 class ModelRunner:
-    """interfaces.Runner. groups, limits and device fix every buffer's size; nothing grows later."""
+    """interfaces.Runner. groups, limits, device and the pool's scratch page fix every buffer; nothing grows later."""
 
     def __init__(
         self,
@@ -47,11 +48,17 @@ class ModelRunner:
         limits: Limits,
         device: torch.device,
         sampler: Sampler,
+        scratch_page: int,
     ) -> None:
         self._model, self._attention, self._sampler = model, attention, sampler
-        self._device = device
-        self._state = StateTable(groups, limits, device)
+        self._limits, self._device = limits, device
+        self._state = StateTable(groups, limits, device, scratch_page)
         self._prompts: dict[int, tuple[SamplingParams, np.ndarray]] = {}  # slots that want prompt logprobs
+        self._graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, *, capture: bool = True) -> None:
+        """Run pure decode steps padded to buckets, from captured graphs (or, for tests, the same eagerly)."""
+        self._graphs = DecodeGraphs(self._model, self._attention, self._state, self._limits, self._device, capture=capture)
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:
@@ -59,21 +66,28 @@ class ModelRunner:
             self._attention.copy_blocks(group, self._ids(source), self._ids(target))
         self._admit(batch)
         self._state.apply(batch)
+        rows = np.flatnonzero(batch.sample)
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        logits = self._graphs.run(batch) if self._graphs is not None else None
+        if logits is None:
+            logits, prompts = self._eager(batch)
+        if not len(rows):
+            return self._handle(batch, rows, None, prompts)
+        slots, positions = batch.slots[rows], batch.start[rows] + batch.num_new[rows]
+        sampled = self._sampler.sample(logits, slots, positions, self._state.tokens)
+        at = self._ids(np.stack([slots, positions]))
+        self._state.tokens[at[0], at[1]] = sampled.tokens
+        return self._handle(batch, rows, sampled, prompts)
+
+    def _eager(self, batch: Batch) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
+        """Logits of the sampled rows, and prompt logprobs of those that want them."""
         step = self._state.step(batch)
         if step is None:
             raise RuntimeError(f"step {batch.step} computes nothing: every row is a fork without its source")
         self._attention.prepare(step)
         self._attention.plan(step)
         hidden = self._model.forward(step)
-        prompts = self._prompt_logprobs(batch, hidden)
-        rows = np.flatnonzero(batch.sample)
-        if not len(rows):
-            return self._handle(batch, rows, None, prompts)
-        slots, positions = batch.slots[rows], batch.start[rows] + batch.num_new[rows]
-        logits = self._model.logits(hidden[step.logit_index])
-        sampled = self._sampler.sample(logits, slots, positions, self._state.tokens)
-        self._state.tokens[self._ids(slots), self._ids(positions)] = sampled.tokens
-        return self._handle(batch, rows, sampled, prompts)
+        return self._model.logits(hidden[step.logit_index]), self._prompt_logprobs(batch, hidden)
 
     def _ids(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)

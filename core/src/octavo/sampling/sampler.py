@@ -33,10 +33,7 @@ class Logprobs:
     top_values: Tensor
 
     def to_host(self) -> Logprobs:
-        def home(t: Tensor) -> Tensor:
-            return t.to("cpu", non_blocking=True)
-
-        return Logprobs(home(self.chosen), home(self.ranks), home(self.top_ids), home(self.top_values))
+        return Logprobs(_home(self.chosen), _home(self.ranks), _home(self.top_ids), _home(self.top_values))
 
     def rows(self, tokens: np.ndarray, keep: np.ndarray) -> list[TokenLogprobs]:
         """As messages; row i gets its keep[i] best. On the host only."""
@@ -60,8 +57,8 @@ class Sampled:
 
     def to_host(self) -> Sampled:
         """A copy on the host; started, not waited for, where it comes from a GPU."""
-        tokens, failed = self.tokens.to("cpu", non_blocking=True), self.failed.to("cpu", non_blocking=True)
-        return replace(self, tokens=tokens, failed=failed, values=None if self.values is None else self.values.to_host())
+        values = None if self.values is None else self.values.to_host()
+        return replace(self, tokens=_home(self.tokens), failed=_home(self.failed), values=values)
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """By row, of the rows that asked and did not fail. On the host only."""
@@ -210,3 +207,10 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[TokenLogpro
 
 def _host(values: Ids) -> np.ndarray:
     return values.cpu().numpy() if isinstance(values, Tensor) else values
+
+
+def _home(values: Tensor) -> Tensor:
+    """A copy on the host. From a GPU it goes to pinned memory: only such a copy is not waited for."""
+    if not values.is_cuda:
+        return values
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

@@ -13,16 +13,19 @@ from pydantic import Field
 
 from octavo.catalog import Options, Provider
 from octavo.engine.executor import ExecutorParts, InlineExecutor
+from octavo.engine.runner import ModelRunner
 from octavo.hookspecs import hookimpl
 from octavo.interfaces import Handle
 from octavo.request import Batch
 
 
 class LateOptions(Options):
-    """depth: steps in flight besides the one that is waited for. fail_at: steps (counted from 1) whose
+    """depth: steps in flight besides the one that is waited for. padded: decode steps go through the padded
+    buffers of captured graphs (run eagerly). fail_at: steps (counted from 1) whose
     result raises, fail_submit_at: whose submission does, for fault tests."""
 
     depth: int = Field(1, ge=0)
+    padded: bool = False
     fail_at: tuple[int, ...] = ()
     fail_submit_at: tuple[int, ...] = ()
 
@@ -34,6 +37,9 @@ class LateExecutor(InlineExecutor):
         super().__init__(options, parts)
         self.depth = options.depth
         self._options = options
+        if options.padded:
+            assert isinstance(self._runner, ModelRunner)
+            self._runner.use_graphs(capture=False)
 
     def submit(self, batch: Batch) -> Handle:
         if batch.step in self._options.fail_submit_at:

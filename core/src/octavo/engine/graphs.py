@@ -1,0 +1,127 @@
+"""DecodeGraphs: pure decode steps through captured graphs, one per batch-size bucket.
+
+Owns the static buffers that a captured forward pass reads and writes. A bucket is captured when it
+is first needed. Padded rows belong to a state-table row of their own whose tables name only the
+pool's scratch page: they write there, attend to one token, and touch no block of a sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.engine.inputs import StateTable
+from octavo.interfaces import AttentionBackend, Limits, Model, Step, StepHost
+from octavo.request import Batch
+
+log = logging.getLogger(__name__)
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, then every 8 up to max_num_seqs, which is always the last."""
+    sizes = [s for s in (1, 2, 4, *range(8, max_num_seqs, 8)) if s < max_num_seqs]
+    return [*sizes, max_num_seqs]
+
+
+class _Bucket:
+    """Static buffers for `size` rows, and the graph once it is captured."""
+
+    def __init__(self, size: int, state: StateTable, device: torch.device) -> None:
+        self.size = size
+        # Rows and start positions: all that the host sends for a decode step.
+        self.columns = torch.zeros((2, size), dtype=torch.int64, device=device)
+        self.columns[0] = state.scratch_row
+        self.query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.index = torch.arange(size, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+
+class DecodeGraphs:
+    """`run` answers a decode batch with its logits, or None where the step is none for a graph.
+
+    capture False runs the same padded step eagerly: what a graph computes, on any device, for tests.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        state: StateTable,
+        limits: Limits,
+        device: torch.device,
+        *,
+        capture: bool = True,
+    ) -> None:
+        self._model, self._attention, self._state = model, attention, state
+        self._device, self._capture = device, capture
+        self._sizes = bucket_sizes(limits.max_num_seqs)
+        self._buckets: dict[int, _Bucket] = {}
+        self._memory = torch.cuda.graph_pool_handle() if capture else None
+        self.seconds = 0.0  # spent capturing, in all
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """float32 logits [sampled rows, vocab] of a batch in which every row computes and samples one token."""
+        rows = len(batch.slots)
+        if batch.num_tokens != rows or not batch.sample.all() or not (batch.num_new == 1).all():
+            return None
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            bucket = self._buckets[size] = _Bucket(size, self._state, self._device)
+        self._fill(bucket, batch)
+        host = _host_lengths(batch, size, self._state.scratch_row)
+        if self._capture and bucket.graph is None:
+            self._record(bucket, host)
+        if bucket.graph is None:
+            return self._forward(bucket, host)[:rows]
+        self._attention.prepare(self._step(bucket, host))
+        bucket.graph.replay()
+        assert bucket.logits is not None
+        return bucket.logits[:rows]
+
+    def _fill(self, bucket: _Bucket, batch: Batch) -> None:
+        """One copy: state-table rows and start positions, padding included."""
+        columns = np.zeros((2, bucket.size), np.int64)
+        columns[0] = self._state.scratch_row
+        columns[0, : len(batch.slots)], columns[1, : len(batch.slots)] = batch.slots, batch.start
+        bucket.columns.copy_(self._state.send(columns), non_blocking=True)
+
+    def _step(self, bucket: _Bucket, host: StepHost) -> Step:
+        rows, positions = bucket.columns[0], bucket.columns[1]
+        return self._state.decode_step(rows, positions, bucket.query_start, bucket.index, host)
+
+    def _forward(self, bucket: _Bucket, host: StepHost) -> Tensor:
+        step = self._step(bucket, host)
+        self._attention.prepare(step)
+        self._attention.plan(step)
+        return self._model.logits(self._model.forward(step))
+
+    def _record(self, bucket: _Bucket, host: StepHost) -> None:
+        """Run once outside the graph (kernels compile, libraries allocate), then capture."""
+        began = time.perf_counter()
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            self._forward(bucket, host)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            bucket.logits = self._forward(bucket, host)
+        bucket.graph = graph
+        self.seconds += time.perf_counter() - began
+        log.info("captured the decode graph of %d rows in %.2f s", bucket.size, time.perf_counter() - began)
+
+
+def _host_lengths(batch: Batch, size: int, scratch_row: int) -> StepHost:
+    """Lengths as a host-planning backend wants them; padded rows hold one token."""
+    ones = np.ones(size, np.int64)
+    lengths, rows = ones.copy(), np.full(size, scratch_row, np.int64)
+    lengths[: len(batch.slots)] = batch.start.astype(np.int64) + 1
+    rows[: len(batch.slots)] = batch.slots
+    return StepHost(ones, lengths, rows, size, 1, int(lengths.max()))
