@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octavo.request import MAX_LOGPROBS, SamplingParams
 from octavo.sampling.rng import uniforms
 from octavo.sampling.sampler import Sampled, Sampler, prompt_logprobs
-from octavo.sampling.truncation import BLOCK, draw, nucleus
+from octavo.sampling.truncation import BLOCK, draw, locate, nucleus
 
 EOS = (2, 5)
 
@@ -206,6 +206,13 @@ def test_the_ends_of_the_range_never_pick_a_token_of_probability_zero(uniform: f
     x = torch.full((1, 512), -torch.inf)
     x[0, kept] = 0.0
     assert draw(x, torch.tensor([uniform], dtype=torch.float64)).item() in kept
+
+
+@pytest.mark.parametrize("target", [0.0, 0.75, 0.75 + 1e-9, 1.0])
+def test_rounding_up_to_the_whole_sum_still_points_at_a_part_above_zero(target: float) -> None:
+    parts = torch.tensor([[0.0, 0.75, 0.0, 0.25, 0.0]], dtype=torch.float64)
+    place, rest = locate(parts.cumsum(-1), torch.tensor([target], dtype=torch.float64), parts)
+    assert place.item() == (1 if target < 0.75 else 3) and 0.0 <= rest.item() <= 1.0
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-7])

@@ -8,6 +8,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from octavo.errors import RequestError
 from octavo.text.tokenizer import Tokenizer
 
 from tests.unit import tiny_tokenizers as tiny
@@ -126,6 +127,13 @@ def test_bos_comes_exactly_once_even_where_the_text_spells_it_out(kind: str) -> 
     assert tokenizer.encode("") == [tokenizer.bos_id]
     assert tokenizer.bos_id not in tokenizer.encode("the", add_special=False)
     assert make(kind).encode("") == []
+
+
+@KINDS
+@pytest.mark.parametrize("allow", [True, False])
+def test_half_a_surrogate_pair_is_the_clients_error_and_says_where(kind: str, allow: bool) -> None:
+    with pytest.raises(RequestError, match="at character 1"):
+        make(kind).encode("a\ud83cb", allow_special_tokens=allow)
 
 
 @KINDS

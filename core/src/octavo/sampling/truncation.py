@@ -87,14 +87,14 @@ def draw(x: Tensor, uniform: Tensor) -> Tensor:
     weights = torch.softmax(x, dim=-1)
     sums = block_sums(weights)
     ends = sums.cumsum(-1)
-    block, rest = _pass(ends, uniform * ends[:, -1], sums)
+    block, rest = locate(ends, uniform * ends[:, -1], sums)
     inside = weights.view(len(x), -1, BLOCK)[torch.arange(len(x), device=x.device), block].double()
     ends = inside.cumsum(-1)
-    offset, _ = _pass(ends, rest * ends[:, -1], inside)
+    offset, _ = locate(ends, rest * ends[:, -1], inside)
     return block * BLOCK + offset
 
 
-def _pass(ends: Tensor, target: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+def locate(ends: Tensor, target: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     """The first place whose running sum is above target, and how far into it target lies, in [0, 1].
 
     `target` is pressed below the total: then the place has a part above 0."""

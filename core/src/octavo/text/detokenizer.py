@@ -140,8 +140,7 @@ class Detokenizer:
         """The rest: an incomplete character becomes U+FFFD. Call once."""
         if self._window:
             return self._advance(True)
-        text = self._decode(b"", True)
-        return text.removeprefix(" ") if self._strip else text
+        return self._decode(b"", True)
 
     def _advance(self, force: bool) -> str:
         text = self._pieces.backend.decode(self._ids, skip_special_tokens=False)

@@ -71,10 +71,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True, allow_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt. With add_special it starts with bos exactly once where the model wants one,
         also if the text spells it out. Without allow_special_tokens, control tokens' text is plain text."""
-        if allow_special_tokens:
-            ids = _ids(self.backend, text)
-        else:
-            ids = self._encoder().encode(text, ())
+        ids = _ids(self.backend, text) if allow_special_tokens else self._encoder().encode(text, ())
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -179,7 +176,16 @@ class _PlainEncoder:
 def _ids(backend: Backend, text: str) -> list[int]:
     """encode_batch lets other threads run; plain encode holds the interpreter's lock for as long as it takes,
     which for a long text is seconds. The fast variant leaves out offsets."""
-    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    try:
+        return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    except TypeError:  # what the Rust side says of text that is not UTF-8
+        at = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+        if at is None:
+            raise
+        raise RequestError(
+            f"the text holds half of a surrogate pair ({text[at]!r} at character {at}), which no tokenizer can encode",
+            code="invalid_value",
+        ) from None
 
 
 def _with_special(backend: Backend, names: frozenset[str]) -> Backend:
