@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from octavo.request import Event, Request, SamplingParams, TokenLogprobs
-from octavo.text.logprobs import chat_logprobs, completion_logprobs, prompt_offsets
 from octavo.text.output import OutputProcessor, RequestOutput, merge_deltas
 from octavo.text.tokenizer import Tokenizer
 
@@ -159,49 +156,14 @@ def test_an_unfinished_character_is_flushed_with_the_last_delta(tokenizer: Token
     assert (first.outputs[0].text, last.outputs[0].text) == ("", "\ufffd")
 
 
-# ---------------------------------------------------------------- the OpenAI shapes
-
-
-def test_chat_logprobs_have_the_raw_bytes_of_a_token_that_is_no_text(tokenizer: Tokenizer) -> None:
-    token = tokenizer.encode("日")[0]
-    (entry,) = chat_logprobs(tokenizer, [TokenLogprobs(token, -0.5, 1, [token, 9], [-0.5, -2.0])], 2)
-    assert bytes(entry["bytes"]) == tokenizer.token_bytes(token) and entry["logprob"] == -0.5
-    assert [t["logprob"] for t in entry["top_logprobs"]] == [-0.5, -2.0]
-    assert chat_logprobs(tokenizer, entries([9]), 0)[0]["top_logprobs"] == []
-
-
-def test_the_sampled_tokens_value_is_always_among_the_top_ones(tokenizer: Tokenizer) -> None:
-    low = TokenLogprobs(9, -8.0, 40, [10, 11], [-0.5, -2.0])
-    shape = completion_logprobs(tokenizer, [low], [0], 1, shift=3)
-    names = [tokenizer.token_text(t) for t in (9, 10)]
-    assert shape == {
-        "tokens": names[:1],
-        "token_logprobs": [-8.0],
-        "top_logprobs": [{names[0]: -8.0, names[1]: -0.5}],
-        "text_offset": [3],
-    }
-    assert completion_logprobs(tokenizer, [low], [0], 0)["top_logprobs"] == [{names[0]: -8.0}]
-
-
-def test_a_value_of_minus_infinity_is_still_json(tokenizer: Tokenizer) -> None:
-    shape = completion_logprobs(tokenizer, [TokenLogprobs(9, float("-inf"), 99, [], [])], [0], 0)
-    json.dumps(shape, allow_nan=False)
-
-
 @settings(deadline=None, max_examples=60)
 @given(prompt=st.text("ab é日.", min_size=1, max_size=8), text=st.text("ab é日🎉.", min_size=1, max_size=8))
-def test_text_offsets_point_into_prompt_and_text_where_each_token_starts(prompt: str, text: str) -> None:
+def test_text_offsets_point_where_each_token_starts(prompt: str, text: str) -> None:
     tokenizer = tiny.octavo(tiny.byte_level())
-    before, after = tokenizer.encode(prompt), tokenizer.encode(text)
-    offsets, length = prompt_offsets(tokenizer, before)
+    ids = tokenizer.encode(text)
     processor = OutputProcessor(tokenizer)
-    processor.add(Request(id="r", prompt=before, params=SamplingParams(logprobs=0)), prompt)
-    (out,), _ = processor.process([Event("r", 0, after, "length", logprobs=entries(after))])
-    shape = completion_logprobs(
-        tokenizer, out.outputs[0].token_logprobs or [], out.outputs[0].text_offsets or [], 0, shift=length
-    )
-    whole = prompt + text
-    for token, offset in zip([*before, *after], [*offsets, *shape["text_offset"]], strict=True):
-        data = tokenizer.token_bytes(token)
-        at = whole[offset:].encode().find(data)
-        assert 0 <= at < len(whole[offset].encode()), "it starts at that character, or inside of it"
+    processor.add(Request(id="r", prompt=tokenizer.encode(prompt), params=SamplingParams(logprobs=0)), prompt)
+    (out,), _ = processor.process([Event("r", 0, ids, "length", logprobs=entries(ids))])
+    for token, offset in zip(ids, out.outputs[0].text_offsets or [], strict=True):
+        at = text[offset:].encode().find(tokenizer.token_bytes(token))
+        assert 0 <= at < len(text[offset].encode()), "it starts at that character, or inside of it"
