@@ -8,7 +8,7 @@ Never imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.request import Event, Request, TokenLogprobs
 from octavo.text.sample import SampleText
@@ -43,7 +43,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     token_logprobs: list[TokenLogprobs] | None = None
     text_offsets: list[int] | None = None
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
@@ -73,7 +73,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_token_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
     queue_seconds: float = 0.0
 
     @property
