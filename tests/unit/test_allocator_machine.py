@@ -7,7 +7,7 @@ exactly its token after exactly its history.
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from octavo.cache.allocator import BlockAllocator
@@ -111,5 +111,10 @@ class Calls(RuleBasedStateMachine):
 
 TestAnyOrderOfCalls = Calls.TestCase
 TestAnyOrderOfCalls.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=200,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )

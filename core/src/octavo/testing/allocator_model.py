@@ -169,9 +169,10 @@ class Paging:
         self.verify()
 
     def withdraw(self, row: int, computed: int) -> None:
-        """The steps that computed `computed` and later tokens failed."""
+        """The steps that computed `computed` and later tokens failed. The row can then only be released:
+        its windows may have been trimmed for a step that is now undone."""
         self.allocator.withdraw(array(row), array(computed))
-        self.rows[row].computed = min(self.rows[row].computed, computed)
+        self.rows[row].computed = 0
         self.lossless = False
         self.verify()
 
