@@ -38,7 +38,18 @@ class Server:
 
     def __init__(self, model: Path, log: Path, *flags: str) -> None:
         self.log = log
-        command = [sys.executable, "-m", "octavo.cli.main", "serve", str(model), "--port", "0", "--served-model-name", NAME, *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "octavo.cli.main",
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            "--served-model-name",
+            NAME,
+            *flags,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
@@ -109,14 +120,18 @@ class Server:
                 self.process.wait()
 
 
-def post_raw(server: Server, path: str, body: Any, key: str = API_KEYS[0], extra: str = "") -> socket.socket:
+def post_raw(server: Server, path: str, body: Any, key: str = API_KEYS[0], *, receive_buffer: int = 0) -> socket.socket:
     """A socket on which a whole request has been sent and nothing has been read."""
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: test\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(data)}\r\n{extra}\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
     )
-    sock = socket.create_connection(server.address, timeout=30)
+    sock = socket.socket()
+    sock.settimeout(30)
+    if receive_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.connect(server.address)
     sock.sendall(head.encode() + data)
     return sock
 

@@ -62,7 +62,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 # ------------------------------------------------------------------ streams say what whole answers say
 
 
-@pytest.mark.parametrize("options", [{}, {"n": 3, "seed": 7, "temperature": 1}, {"stop": "e"}, {"logprobs": True, "top_logprobs": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"n": 3, "seed": 7, "temperature": 1}, {"stop": "e"}, {"logprobs": True, "top_logprobs": 2}]
+)
 def test_a_chat_stream_joined_is_the_whole_answer(client: httpx.Client, options: dict[str, Any]) -> None:
     body = {**CHAT, **options}
     whole = ask(client, "/v1/chat/completions", body)
@@ -78,8 +80,12 @@ def test_a_chat_stream_joined_is_the_whole_answer(client: httpx.Client, options:
             assert alike(joined, choice["logprobs"]["content"])
 
 
-@pytest.mark.parametrize("options", [{}, {"n": 2, "seed": 7, "temperature": 1}, {"logprobs": 3}, {"logprobs": 2, "echo": True}, {"echo": True}])
-@pytest.mark.parametrize("prompt", ["hello world", ["one", "two", "three"], [10, 20, 30], [[10], [20, 30]]], ids=["text", "texts", "ids", "lists"])
+@pytest.mark.parametrize(
+    "options", [{}, {"n": 2, "seed": 7, "temperature": 1}, {"logprobs": 3}, {"logprobs": 2, "echo": True}, {"echo": True}]
+)
+@pytest.mark.parametrize(
+    "prompt", ["hello world", ["one", "two", "three"], [10, 20, 30], [[10], [20, 30]]], ids=["text", "texts", "ids", "lists"]
+)
 def test_a_completion_stream_joined_is_the_whole_answer(client: httpx.Client, prompt: Any, options: dict[str, Any]) -> None:
     body = {**TEXT, "prompt": prompt, **options}
     whole = ask(client, "/v1/completions", body)
@@ -195,7 +201,9 @@ def test_logprobs_are_those_of_transformers(client: httpx.Client, long_tiny: Any
     expected = [float(logits[i - 1, token]) for i, token in enumerate(ids) if i]
     assert values[0] is None and found[0] is None
     assert values[1:] == pytest.approx(expected, abs=1e-3)
-    assert [entry[str(token)]["logprob"] for entry, token in zip(found[1:], ids[1:6], strict=True)] == pytest.approx(expected[:5], abs=1e-3)
+    assert [entry[str(token)]["logprob"] for entry, token in zip(found[1:], ids[1:6], strict=True)] == pytest.approx(
+        expected[:5], abs=1e-3
+    )
 
 
 # ------------------------------------------------------------------ n > 1 and identity (S16)
@@ -282,7 +290,12 @@ def test_a_prompt_and_an_explicit_limit_beyond_the_context_are_400(client: httpx
     long = {"messages": [{"role": "user", "content": "x" * (CONTEXT + 1)}]}
     response = client.post("/v1/chat/completions", json=long)
     assert (error_of(response)["code"], error_of(response)["param"]) == ("context_length_exceeded", "messages")
-    assert "5000" in error_of(client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 5000, "max_tokens": None}))["message"]
+    assert (
+        "5000"
+        in error_of(client.post("/v1/chat/completions", json={**CHAT, "max_completion_tokens": 5000, "max_tokens": None}))[
+            "message"
+        ]
+    )
 
 
 def test_an_omitted_limit_is_what_the_context_leaves(client: httpx.Client) -> None:
@@ -306,7 +319,9 @@ def test_an_omitted_limit_is_what_the_context_leaves(client: httpx.Client) -> No
         ("GET", "/v1/models/", 404, "not_found"),
     ],
 )
-def test_what_does_not_exist_answers_with_the_envelope(client: httpx.Client, method: str, path: str, status: int, code: str) -> None:
+def test_what_does_not_exist_answers_with_the_envelope(
+    client: httpx.Client, method: str, path: str, status: int, code: str
+) -> None:
     response = client.request(method, path)
     assert response.status_code == status and error_of(response)["code"] == code
 
@@ -331,7 +346,8 @@ def test_an_unknown_model_is_404_and_the_served_name_works(client: httpx.Client,
     value = {"messages": CHAT["messages"], "tokens": [9], "prompt": "x"}[field]
     response = client.post(path, json={field: value, "model": "gpt-4"})
     assert response.status_code == 404 and error_of(response)["code"] == "model_not_found"
-    assert client.post(path, json={field: value, "model": NAME}).status_code == 200
+    limit = {} if "tokenize" in path else {"max_tokens": 2}
+    assert client.post(path, json={field: value, "model": NAME, **limit}).status_code == 200
 
 
 def test_a_template_that_refuses_gives_its_own_words(client: httpx.Client) -> None:
@@ -377,7 +393,13 @@ def limit() -> int:
 
 
 def head(path: str, *lines: str) -> bytes:
-    rows = [f"POST {path} HTTP/1.1", "Host: test", f"Authorization: Bearer {API_KEYS[0]}", "Content-Type: application/json", *lines]
+    rows = [
+        f"POST {path} HTTP/1.1",
+        "Host: test",
+        f"Authorization: Bearer {API_KEYS[0]}",
+        "Content-Type: application/json",
+        *lines,
+    ]
     return ("\r\n".join(rows) + "\r\n\r\n").encode()
 
 
@@ -391,9 +413,11 @@ def test_a_body_that_declares_too_much_is_refused_before_it_arrives(server: Serv
     with socket.create_connection(server.address) as sock:
         began = time.monotonic()
         sock.sendall(head("/v1/completions", f"Content-Length: {64 << 20}"))
-        assert sock.recv(65536).startswith(b"HTTP/1.1 413")
-        assert time.monotonic() - began < 1
-        assert b"body_too_large" in rest_of(sock, 5)
+        answer = b""
+        while b"body_too_large" not in answer:
+            answer += sock.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 413") and time.monotonic() - began < 1
+        rest_of(sock, 5)  # and the connection is closed
 
 
 def test_a_body_of_64_mib_is_refused_while_it_arrives_and_the_client_reads_the_answer(server: Server, limit: int) -> None:
@@ -429,7 +453,7 @@ def test_a_body_of_the_allowed_size_is_read(client: httpx.Client, limit: int) ->
 def test_health_answers_while_a_body_of_8_mb_is_tokenised(server: Server) -> None:
     prompt = "and the page of a token from Paris " * 220_000
     slowest, asked = 0.0, 0
-    with post_raw(server, "/v1/completions", {"prompt": prompt[: 8_000_000]}) as sock:
+    with post_raw(server, "/v1/completions", {"prompt": prompt[:8_000_000]}) as sock:
         sock.setblocking(False)
         while True:
             began = time.monotonic()
@@ -478,7 +502,10 @@ def test_state_routes(client: httpx.Client) -> None:
     assert set(client.get("/load").json()) == {"server_load", "running", "waiting", "kv_cache_usage"}
     assert client.get("/version").json()["version"]
     schema = client.get("/openapi.json").json()
-    assert "prompt" in schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert (
+        "prompt"
+        in schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    )
 
 
 def test_metrics_count_requests_and_hold_no_text_of_clients(client: httpx.Client) -> None:
