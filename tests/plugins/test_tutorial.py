@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from octavo.catalog import Device, Needs, Reject
 from octavo.config import EngineConfig
 from octavo.interfaces import AttentionLayer, KVSpec
