@@ -12,6 +12,7 @@ import logging
 import math
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -108,6 +109,10 @@ def to_api_error(exc: BaseException, request_id: str = "") -> ApiError:
             return ApiError(503, str(exc), code="aborted")
         case GenerationFailed():
             return ApiError(500, str(exc), code="generation_failed")
+        case RequestValidationError():  # a path or query parameter; bodies are read by `wire`
+            first: Any = exc.errors()[0]
+            param = str(first["loc"][-1])
+            return ApiError(400, f"{param}: {first['msg']}", param=param, code="invalid_value")
         case HTTPException():
             return ApiError(exc.status_code, str(exc.detail), code=_CODES.get(exc.status_code), headers=dict(exc.headers or {}))
     log.error("request %s failed", request_id or "-", exc_info=exc)

@@ -34,19 +34,23 @@ from octavo.text.chat import render_chat
 router = APIRouter()
 
 
-@router.api_route("/health", methods=["GET", "HEAD"], tags=["liveness"])
+@router.head("/health", include_in_schema=False)
+@router.get("/health", tags=["liveness"])
 async def health(state: State) -> Response:
     """Empty 200 while the engine lives, also while draining; 503 while it loads and once it is dead."""
     return Response(status_code=200 if state.alive else 503)
 
 
-@router.api_route("/ping", methods=["GET", "HEAD", "POST"], tags=["liveness"])
+@router.head("/ping", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
+@router.get("/ping", tags=["liveness"])
 async def ping(state: State) -> Response:
     """The same as /health, under the name that SageMaker asks for."""
     return Response(status_code=200 if state.alive else 503)
 
 
-@router.api_route("/ready", methods=["GET", "HEAD"], tags=["liveness"])
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready", tags=["liveness"])
 async def ready(state: State) -> Response:
     """200 when new requests are taken; 503 while loading, draining or dead."""
     return Response(status_code=200 if state.alive and not state.draining else 503)
