@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from octavo.interfaces import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROTATION_BYTES = 512 << 20  # of KV that a region reads before it reads any of it again
+ROTATION_BYTES = 1 << 30  # of KV that a region reads before it reads any of it again
 MAX_LAYERS = 64
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -149,10 +149,10 @@ HEADER = f"{'shape':30} {'backend':10} {'kv':14} {'page':>4} {'us':>9} {'plan us
 
 def line(result: dict[str, Any]) -> str:
     """One line of the table."""
-    head = f"{result['shape']:30} {result['backend']:10} {result['kv_dtype']:14} "
+    head: str = f"{result['shape']:30} {result['backend']:10} {result['kv_dtype']:14} "
     if "rejected" in result:
-        return head + result["rejected"]
-    rate = f"{result['gbps']:.0f} GB/s" if "gbps" in result else f"{result['tflops']:.0f} TFLOP/s"
+        return f"{head}{result['rejected']}"
+    rate: str = f"{result['gbps']:.0f} GB/s" if "gbps" in result else f"{result['tflops']:.0f} TFLOP/s"
     return (
         f"{head}{result['block_size']:4d} {result['us']:9.1f} {result['plan_us']:8.1f} {rate:>14} "
         f"{100 * result['share']:7.0f}% {result['error']:8.1e}"
@@ -199,7 +199,7 @@ def time_region(work: Callable[[], Any], count: int, repeats: int) -> float:
         end.record()
         end.synchronize()
         spans.append(begin.elapsed_time(end) * 1e3 / count)
-    return statistics.median(spans)
+    return float(statistics.median(spans))
 
 
 def graphed(work: Callable[[], Any]) -> Callable[[], None]:
@@ -215,7 +215,8 @@ def graphed(work: Callable[[], Any]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def measure(
@@ -261,7 +262,7 @@ class Bench:
 
         self.backend, self.shape, self.layer = backend, shape, layer
         generator = torch.Generator("cuda").manual_seed(seed)
-        kind = "full" if shape.window is None else "window"
+        kind: Literal["full", "window"] = "full" if shape.window is None else "window"
         spec = KVSpec(kind, shape.kv_heads, shape.dim, shape.dim, kv_dtype, shape.window)
         layout = backend.layout(spec, page)
         counts = [-(-n // page) for n in shape.lens]
@@ -283,13 +284,17 @@ class Bench:
         for i in range(self.runs):
             self.backend.run(i % self.layers, self.step, self.q, self.out)
 
+    def _plans(self, count: int) -> None:
+        for _ in range(count):
+            self.backend.plan(self.step)
+
     def time(self, repeats: int) -> tuple[float, float]:
         """Microseconds of one layer's `run`, and of one `plan`."""
         self.backend.prepare(self.step)
         self.backend.plan(self.step)
         self._work()
         if self.shape.phase == "decode" and self.backend.graphs != "none":
-            plan = time_region(graphed(lambda: [self.backend.plan(self.step) for _ in range(16)]), 1, repeats) / 16
+            plan = time_region(graphed(lambda: self._plans(16)), 1, repeats) / 16
             return time_region(graphed(self._work), 1, repeats) / self.runs, plan
         return time_region(self._work, 5, repeats) / self.runs, time_region(lambda: self.backend.plan(self.step), 5, repeats)
 
@@ -311,9 +316,10 @@ def _noise(shape: Iterable[int], dtype: str, generator: Any) -> Tensor:
     """Normal values in `dtype`, filled in pieces: the float32 draws of a whole cache would not fit beside it."""
     torch = _torch()
 
-    out = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="cuda")
-    flat = out.view(-1)
-    for part in flat.split(1 << 27):
+    out: Tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="cuda")
+    flat, piece = out.view(-1), 1 << 27
+    for start in range(0, flat.numel(), piece):
+        part = flat[start : start + piece]
         part.copy_(torch.randn(part.shape, generator=generator, device="cuda"))
     return out
 
@@ -323,7 +329,8 @@ def _step(shape: Shape, page: int, counts: Sequence[int], seed: int) -> Step:
     torch = _torch()
 
     def on(data: Any, dtype: Any) -> Tensor:
-        return torch.as_tensor(data, dtype=dtype).to("cuda")
+        tensor: Tensor = torch.as_tensor(data, dtype=dtype).to("cuda")
+        return tensor
 
     rows = len(shape.lens)
     pages = np.random.default_rng(seed).permutation(sum(counts)).astype(np.int32)

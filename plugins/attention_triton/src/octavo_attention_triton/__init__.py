@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from octavo.catalog import Provider
 from octavo.hookspecs import hookimpl
+
 from octavo_attention_triton.provider import provider
 
 

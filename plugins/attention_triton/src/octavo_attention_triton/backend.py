@@ -9,21 +9,20 @@ each kernel skips the rows of the other. A graph may be captured where every row
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import triton
-
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
+
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
 from octavo_attention_triton.kernels import decode, prefill, write
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.provider import FP8, TritonOptions
-from octavo_attention_triton.tuning import Tile, decode_tile, prefill_tile
+from octavo_attention_triton.tuning import DecodeChoice, Tile, decode_block_n, decode_choice, prefill_tile
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 128
@@ -40,13 +39,14 @@ def _pow2(n: int) -> int:
 
 @dataclass(slots=True)
 class WorkMap:
-    """One decode work map: rows of one block table, cut for layers of one window and tile."""
+    """One decode work map: rows of one block table, cut for layers of one window, tile and head count."""
 
     window: int | None
-    tile: Tile
+    block_n: int
     kv_heads: int
-    budget: int
-    items: torch.Tensor  # int32 [budget + max rows, ITEM]
+    alone: DecodeChoice
+    crowded: DecodeChoice
+    items: torch.Tensor  # int32 [largest budget + max rows, ITEM]
     cuts: torch.Tensor  # int32 [max rows, INFO]
 
 
@@ -77,6 +77,8 @@ class TritonAttention:
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.pdl = on_cuda and parts.device.capability >= (9, 0)
         self.hopper = on_cuda and parts.device.capability[0] == 9
+        # Whether a kernel since `plan` has waited for it: until then no kernel may start before it ends.
+        self._settled = False
         self._layers: dict[int, Bound] = {}
         self._works: dict[tuple[Any, ...], WorkMap] = {}
         self._groups: list[BoundGroup] = []
@@ -91,7 +93,9 @@ class TritonAttention:
     def layout(self, spec: KVSpec, block_size: int) -> CacheLayout:
         """See `PageGeometry`. Raises ValueError for a spec that has no paged K and V."""
         if spec.kind not in ("full", "window") or spec.tokens_per_entry != 1:
-            raise ValueError(f"KV spec of kind {spec.kind} with {spec.tokens_per_entry} tokens an entry: this backend holds K and V of every token")
+            raise ValueError(
+                f"KV spec of kind {spec.kind} with {spec.tokens_per_entry} tokens an entry: this backend holds K and V of every token"
+            )
         return self._geometry(spec, block_size).layout()
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
@@ -147,31 +151,43 @@ class TritonAttention:
             )
 
     def _work(self, bound: BoundGroup, layer: AttentionLayer, geometry: PageGeometry, rows: int) -> WorkMap:
+        facts = {"dim": max(layer.k_dim, layer.v_dim), "kv_bytes": ELEMENT_BYTES[geometry.dtype]}
         group = layer.num_heads // layer.num_kv_heads
-        tile = decode_tile(
-            group=group, dim=max(layer.k_dim, layer.v_dim), kv_bytes=ELEMENT_BYTES[geometry.dtype], page=geometry.page
-        )
-        key = (bound.group.index, layer.window, tile, layer.num_kv_heads)
+        alone, crowded = (self._choice(decode_choice(group=group, crowded=c, **facts)) for c in (False, True))
+        key = (bound.group.index, layer.window, layer.num_kv_heads, alone, crowded)
         if key not in self._works:
-            budget = max(1, self.sms * self.options.ctas_per_sm // layer.num_kv_heads)
-            items = torch.full((budget + rows, ITEM), -1, dtype=torch.int32, device=self.device)
+            most = max(self._budget(choice, layer.num_kv_heads) for choice in (alone, crowded))
+            items = torch.full((most + rows, ITEM), -1, dtype=torch.int32, device=self.device)
             cuts = torch.full((rows, INFO), -1, dtype=torch.int32, device=self.device)
-            self._works[key] = WorkMap(layer.window, tile, layer.num_kv_heads, budget, items, cuts)
+            self._works[key] = WorkMap(layer.window, decode_block_n(**facts), layer.num_kv_heads, alone, crowded, items, cuts)
         return self._works[key]
+
+    def _choice(self, choice: DecodeChoice) -> DecodeChoice:
+        """The tuned choice, where the options do not say otherwise."""
+        merge, ctas = self.options.merge, self.options.ctas_per_sm
+        fused = choice.fused if merge == "auto" else merge == "fused"
+        return replace(choice, fused=fused, ctas_per_sm=ctas or choice.ctas_per_sm)
+
+    def _budget(self, choice: DecodeChoice, kv_heads: int) -> int:
+        """Items that fill the device once, each run by one program a KV head."""
+        return max(1, self.sms * choice.ctas_per_sm // kv_heads)
+
+    def _pick(self, work: WorkMap, rows: int) -> DecodeChoice:
+        return work.crowded if rows * work.kv_heads >= self.sms else work.alone
 
     def _shape(self, layer: AttentionLayer, geometry: PageGeometry) -> dict[str, Any]:
         dot, normalise = self.dtype, False
         if geometry.dtype in FP8 and self.dtype != torch.float32:
             # The hardware converts FP8 to float16 in one instruction, to bfloat16 in several.
             dot, normalise = torch.float16, self.dtype == torch.bfloat16
-        return dict(
-            GROUP=layer.num_heads // layer.num_kv_heads, K_DIM=layer.k_dim, V_DIM=layer.v_dim,
-            BLOCK_K=max(16, _pow2(layer.k_dim)), BLOCK_V=max(16, _pow2(layer.v_dim)),
-            PAGE=geometry.page, K_ROW=geometry.k_row, V_ROW=geometry.v_row, V_BASE=geometry.v_base,
-            V_TRANSPOSED=geometry.v_transposed, DOT=TL_DTYPES[dot], NORMALISE=normalise,
-            PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
-            WINDOW=layer.window is not None, SOFTCAP=layer.softcap > 0, SINKS=layer.sinks is not None,
-        )  # fmt: skip
+        return {
+            "GROUP": layer.num_heads // layer.num_kv_heads, "K_DIM": layer.k_dim, "V_DIM": layer.v_dim,
+            "BLOCK_K": max(16, _pow2(layer.k_dim)), "BLOCK_V": max(16, _pow2(layer.v_dim)),
+            "PAGE": geometry.page, "K_ROW": geometry.k_row, "V_ROW": geometry.v_row, "V_BASE": geometry.v_base,
+            "V_TRANSPOSED": geometry.v_transposed, "DOT": TL_DTYPES[dot], "NORMALISE": normalise,
+            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
+            "WINDOW": layer.window is not None, "SOFTCAP": layer.softcap > 0, "SINKS": layer.sinks is not None,
+        }  # fmt: skip
 
     # ------------------------------------------------------------ a step
 
@@ -224,10 +240,13 @@ class TritonAttention:
     def plan(self, step: Step) -> None:
         """Device work once a step: one work map for each kind of layer. Depends on the step's tensors only."""
         rows = step.seq_lens.shape[0]
+        self._settled = False
         for work in self._works.values():
+            budget = self._budget(self._pick(work, rows), work.kv_heads)
             plan(
-                step.query_start, step.seq_lens, step.rows, work.items, work.cuts, budget=work.budget, capacity=work.budget + rows,
-                max_rows=self.limits.max_num_seqs, tile=work.tile.block_n, min_tiles=1, window=work.window, max_splits=MAX_SPLITS,
+                step.query_start, step.seq_lens, step.rows, work.items, work.cuts, budget=budget, capacity=budget + rows,
+                max_items=work.items.shape[0], max_rows=self.limits.max_num_seqs, tile=work.block_n, min_tiles=1,
+                window=work.window, max_splits=MAX_SPLITS,
             )  # fmt: skip
 
     def write(self, layer: int, step: Step, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -263,34 +282,32 @@ class TritonAttention:
         k_scale, v_scale = (layer.k_scale, layer.v_scale) if fp8 else (1.0, 1.0)
         return layer.scale * k_scale * LOG2E, layer.softcap * LOG2E, v_scale
 
-    def _fused(self, rows: int, kv_heads: int) -> bool:
-        if self.options.merge != "auto":
-            return self.options.merge == "fused"
-        # With a row a multiprocessor few rows are split, and the last arrival is cheaper than another launch.
-        return rows * kv_heads >= self.sms
-
     def _decode(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         layer, work, table = bound.layer, bound.work, step.tables[bound.group]
         rows, group = step.seq_lens.shape[0], bound.shape["GROUP"]
         scale, softcap, v_scale = self._numbers(bound)
-        fused = self._fused(rows, layer.num_kv_heads)
+        choice = self._pick(work, rows)
+        tile, fused = choice.tile, choice.fused
         block_g, block_v = _pow2(group), bound.shape["BLOCK_V"]
         log = self._nothing if lse is None else lse
         sinks = self._nothing if bound.sinks is None else bound.sinks
-        extra = {"launch_pdl": True} if self.pdl else {}
-        decode.decode_kernel[(layer.num_kv_heads, work.budget + rows)](
+        # Programmatic dependent launch: the kernel reads the work map before it waits for its predecessor, so the
+        # first one after `plan` is launched the plain way.
+        extra = {"launch_pdl": True} if self.pdl and self._settled else {}
+        self._settled = True
+        decode.decode_kernel[(layer.num_kv_heads, self._budget(choice, layer.num_kv_heads) + rows)](
             q, out, log, bound.cache, table, work.items, self._part, self._part_lse, self._arrived, sinks,
             scale, softcap, v_scale,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0), bound.cache.stride(0),
-            HEADS=layer.num_heads, BLOCK_M=work.tile.block_m, BLOCK_N=work.tile.block_n, BLOCK_G=block_g, **bound.shape,
+            HEADS=layer.num_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_G=block_g, **bound.shape,
             LSE=lse is not None, FUSED=fused, CHUNK=max(1, min(16, 8192 // (block_g * block_v))),
-            STAGES=work.tile.stages, PDL=self.pdl, num_warps=work.tile.warps, **extra,
+            STAGES=tile.stages, PDL=self.pdl, num_warps=tile.warps, **extra,
         )  # fmt: skip
         if not fused:
             decode.merge_kernel[(layer.num_heads, rows)](
                 work.cuts, self._part, self._part_lse, out, log, sinks, v_scale, out.stride(0), out.stride(1), log.stride(0),
                 HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v, CHUNK=max(1, min(64, 8192 // block_v)),
-                SINKS=bound.shape["SINKS"], LSE=lse is not None, PDL=self.pdl, num_warps=4, **extra,
+                SINKS=bound.shape["SINKS"], LSE=lse is not None, PDL=self.pdl, num_warps=4, **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip
 
     def _prefill(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -305,11 +322,11 @@ class TritonAttention:
 
             items = tiles.shape[0] * layer.num_kv_heads
             hopper.hopper_prefill_kernel[(min(self.sms, items),)](
-                q, out, log, bound.descriptor, table, tiles, sinks, items, layer.num_kv_heads, layer.window or 0, scale, softcap,
+                q, out, log, bound.descriptor, table, tiles, sinks, tiles.shape[0], layer.num_kv_heads, layer.window or 0, scale, softcap,
                 *strides, 2 * layer.num_kv_heads * shape["PAGE"],
                 GROUP=shape["GROUP"], DIM=shape["K_DIM"], BLOCK_N=hopper.BLOCK_N, BOX=min(shape["PAGE"], hopper.BLOCK_N),
                 PAGE=shape["PAGE"], STAGES=hopper.STAGES, SOFTCAP=shape["SOFTCAP"], WINDOW=shape["WINDOW"], SINKS=shape["SINKS"],
-                LSE=lse is not None, num_warps=4,
+                LSE=lse is not None, HEADS_LAST=hopper.HEADS_LAST, num_warps=4,
             )  # fmt: skip
             return
         tile = self._prefill_tile(bound, step)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
-
 from octavo.catalog import Accept, Needs, Options, Provider, Reject
+from pydantic import Field
 
 DTYPES = ("bfloat16", "float16", "float32")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -17,7 +16,7 @@ class TritonOptions(Options):
     """Options of the Triton attention backend (config key ``plugins.attention.triton``)."""
 
     row_align: int = Field(16, ge=16, le=256, multiple_of=16, description="Bytes that cache rows are rounded up to.")
-    ctas_per_sm: int = Field(4, ge=1, le=16, description="Decode items in flight a multiprocessor, which sets the splits.")
+    ctas_per_sm: int | None = Field(None, ge=1, le=16, description="Decode programs a multiprocessor that rows are split for.")
     merge: Literal["auto", "fused", "kernel"] = Field("auto", description="Who adds up the splits of a row.")
     fp8_v_transposed: bool = Field(True, description="Keep V of an FP8 cache as [head, dim, slot].")
     prefill: Literal["auto", "portable", "hopper"] = Field(
@@ -48,11 +47,10 @@ def accepts(needs: Needs, options: Any) -> Accept | Reject:
         reason = _layer(layer)
         if reason:
             return Reject(reason)
-    if kv in FP8:
-        sizes, why = (128, 64, 32, 16), "FP8 decode reads 128-token tiles with one page look-up each"
-    else:
-        sizes, why = (64, 32, 128, 16), "a page of 64 tokens is one tile of the decode kernel"
-    return Accept({"block_sizes": sizes, "alignment": 16}, why)
+    return Accept(
+        {"block_sizes": (64, 128, 32, 16), "alignment": 16},
+        "a page of 64 tokens is one tile of the decode kernel, found by one look-up",
+    )
 
 
 def _layer(layer: Any) -> str:

@@ -1,4 +1,4 @@
-"""Tile sizes, warps and pipeline depths by shape. Owns the choice; measured figures are in benchmarks/RESULTS.md."""
+"""Tile sizes, warps and pipeline depths by shape. Owns the choice; the measurements behind it are in benchmarks/RESULTS.md."""
 
 from __future__ import annotations
 
@@ -15,25 +15,49 @@ class Tile:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    """How a decode step runs: its tile, programs a multiprocessor that the work is cut for, and who adds up the parts
+    of a split row: the last program of the row to arrive (fused), or a second kernel."""
+
+    tile: Tile
+    ctas_per_sm: int
+    fused: bool
+
+
 def _pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def decode_tile(*, group: int, dim: int, kv_bytes: int, page: int) -> Tile:
-    """group: query heads a KV head; dim: the larger of k_dim and v_dim; kv_bytes: of a cache element."""
-    m, d = max(16, _pow2(group)), _pow2(dim)
+def decode_block_n(*, dim: int, kv_bytes: int) -> int:
+    """Tokens of a tile, which the work map is cut by. dim: the larger of k_dim and v_dim; kv_bytes: of a cache element."""
+    d = _pow2(dim)
     if kv_bytes == 4:
-        return Tile(m, 32 if d <= 128 else 16, 4, 2)
-    if kv_bytes == 1:
-        return Tile(m, 128 if page % 128 == 0 and d <= 128 else 64, 4, 3)
-    return Tile(m, 64 if d <= 128 else 32, 4, 3)
+        return 32 if d <= 128 else 16
+    return 64 if d <= 128 or kv_bytes == 1 else 32
+
+
+def decode_choice(*, group: int, dim: int, kv_bytes: int, crowded: bool) -> DecodeChoice:
+    """group: query heads a KV head. crowded: there is at least a (row, KV head) for every multiprocessor, so few rows are split.
+
+    Alone, a row is latency: deep pipelines of few programs, and a second kernel that all multiprocessors merge in.
+    In a crowd it is bandwidth: small programs, and no second launch.
+    """
+    n, m, d = decode_block_n(dim=dim, kv_bytes=kv_bytes), max(16, _pow2(group)), _pow2(dim)
+    if kv_bytes == 4:
+        return DecodeChoice(Tile(m, n, 4, 2), 2, crowded)
+    if d > 128 or m > 16:
+        return DecodeChoice(Tile(m, n, 4, 3), 3, crowded)
+    if crowded:
+        return DecodeChoice(Tile(m, n, 2, 5 if kv_bytes == 1 else 3), 4, True)
+    return DecodeChoice(Tile(m, n, 4, 5), 4 if kv_bytes == 1 else 3, False)
 
 
 def prefill_tile(*, group: int, dim: int, kv_bytes: int, query_bytes: int, tokens: int) -> Tile:
-    """tokens: the longest chunk of the step."""
+    """Of the portable kernel. tokens: the longest chunk of the step."""
     d = _pow2(dim)
     if query_bytes == 4:
         return Tile(max(16, _pow2(group)), 16, 4, 2)
     if tokens * group <= 64 or d > 128:
         return Tile(64, 32 if d > 128 else 64, 4, 2)
-    return Tile(128, 64 if kv_bytes == 1 else 128, 8, 3)
+    return Tile(128, 64 if kv_bytes == 1 else 128, 8, 2)

@@ -61,7 +61,7 @@ def merge_parts(
 
 @triton.jit
 def _attend(
-    q, m, l, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap,
+    q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
@@ -76,7 +76,7 @@ def _attend(
     visible = (token >= first) & (token < last)
     if MASKED:
         s = tl.where(visible[None, :], s, float("-inf"))
-    return accumulate(s, v, visible, m, l, acc, DOT, V_TRANSPOSED, PRECISION, MASKED)
+    return accumulate(s, v, visible, m, den, acc, DOT, V_TRANSPOSED, PRECISION, MASKED)
 
 
 @triton.jit(do_not_specialize=["table_stride", "lse_stride_t"])
@@ -93,16 +93,16 @@ def decode_kernel(
 ):  # fmt: skip
     head = tl.program_id(0)
     item = tl.program_id(1)
-    if PDL:
-        # Launched while its predecessor ends: nothing may be read before the wait.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.load(items_ptr + item * 8)
     row = tl.load(items_ptr + item * 8 + 1)
     first = tl.load(items_ptr + item * 8 + 2)
     last = tl.load(items_ptr + item * 8 + 3)
     first_item = tl.load(items_ptr + item * 8 + 4)
     splits = tl.load(items_ptr + item * 8 + 5)
+    if PDL:
+        # May be launched while its predecessor ends. The work map is older than that (see the backend); queries and cache are not.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if token < 0:
         return
     table = table_ptr + row.to(tl.int64) * table_stride
@@ -125,7 +125,7 @@ def decode_kernel(
     q = q.to(DOT)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     body = first
@@ -133,19 +133,19 @@ def decode_kernel(
         # Only a window can make an item start inside a tile.
         body = tl.cdiv(first, BLOCK_N) * BLOCK_N
         for start in tl.range(first // BLOCK_N * BLOCK_N, tl.minimum(body, last), BLOCK_N, num_stages=1):
-            m, l, acc = _attend(
-                q, m, l, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
+            m, den, acc = _attend(
+                q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
                 BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, True,
             )  # fmt: skip
     whole = last // BLOCK_N * BLOCK_N
     for start in tl.range(body, whole, BLOCK_N, num_stages=STAGES):
-        m, l, acc = _attend(
-            q, m, l, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
+        m, den, acc = _attend(
+            q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
             BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, False,
         )  # fmt: skip
     for start in tl.range(tl.maximum(whole, body), last, BLOCK_N, num_stages=1):
-        m, l, acc = _attend(
-            q, m, l, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
+        m, den, acc = _attend(
+            q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
             BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, True,
         )  # fmt: skip
 
@@ -155,20 +155,20 @@ def decode_kernel(
             sink = tl.load(sinks_ptr + h, mask=m_lane < GROUP, other=float("-inf")).to(tl.float32) * 1.4426950408889634
             top = tl.maximum(m, sink)
             shift = tl.where(top == float("-inf"), 0.0, top)
-            l = l * tl.exp2(m - shift) + tl.exp2(sink - shift)
+            den = den * tl.exp2(m - shift) + tl.exp2(sink - shift)
             acc = acc * tl.exp2(m - shift)[:, None]
             m = top
-        o = acc * (v_scale / tl.where(l == 0.0, 1.0, l))[:, None]
+        o = acc * (v_scale / tl.where(den == 0.0, 1.0, den))[:, None]
         tl.store(
             out_ptr + token.to(tl.int64) * out_stride_t + h[:, None] * out_stride_h + dv[None, :],
             o.to(out_ptr.dtype.element_ty), mask=held,
         )  # fmt: skip
         if LSE:
-            tl.store(lse_ptr + token.to(tl.int64) * lse_stride_t + h, (m + tl.log2(l)) * LN2, mask=m_lane < GROUP)
+            tl.store(lse_ptr + token.to(tl.int64) * lse_stride_t + h, (m + tl.log2(den)) * LN2, mask=m_lane < GROUP)
     else:
         place = item.to(tl.int64) * HEADS + h
-        tl.store(part_ptr + place[:, None] * V_DIM + dv[None, :], acc / tl.where(l == 0.0, 1.0, l)[:, None], mask=held)
-        tl.store(part_lse_ptr + place, m + tl.log2(l), mask=m_lane < GROUP)
+        tl.store(part_ptr + place[:, None] * V_DIM + dv[None, :], acc / tl.where(den == 0.0, 1.0, den)[:, None], mask=held)
+        tl.store(part_lse_ptr + place, m + tl.log2(den), mask=m_lane < GROUP)
         if FUSED:
             # Every thread's stores come before the one arrival; the last to arrive sees all of them.
             tl.debug_barrier()

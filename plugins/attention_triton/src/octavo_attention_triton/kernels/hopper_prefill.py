@@ -3,8 +3,9 @@
 Three partitions share a program. A producer warp walks the tiles of K and V through the block table and has the
 tensor memory accelerator copy them, box by box, into rings in shared memory; two consumer warpgroups of 64 matrix rows each
 (tokens times the query heads of one KV head) multiply and normalise. A consumer issues Q.K of tile j together with
-P.V of tile j - 1 and computes the softmax of j while the latter runs. Programs are persistent: program i takes items i,
-i + programs, ... of the list, longest first, so the producer already loads the next item during an epilogue.
+P.V of tile j - 1 and computes the softmax of j while the latter runs.
+Programs are persistent: program i takes items i, i + programs, ... of the list, longest first, so K, V and Q of the
+next item are on their way during an epilogue.
 
 The pool's cache is read as one matrix of rows of DIM elements, which needs rows without padding.
 """
@@ -15,6 +16,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -28,9 +30,20 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _bounds(tiles_ptr, item, heads, window, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):
-    """Record of an item, and its tiles: first, first unmasked, first masked again, end."""
-    record = tiles_ptr + (item // heads) * 8
+def _place(item, tiles, heads, HEADS_LAST: gl.constexpr):
+    """Tile and KV head of an item. HEADS_LAST: neighbours share the tile, else they share the head (and its K and V)."""
+    if HEADS_LAST:
+        tile = item // heads
+        head = item % heads
+    else:
+        tile = item % tiles
+        head = item // tiles
+    return tile, head
+
+
+@gluon.jit
+def _bounds(record, window, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):
+    """Of a tile record: first token, tokens, first position, and its KV tiles: first, first unmasked, masked again, end."""
     token0 = gl.load(record)
     tokens = gl.load(record + 1)
     position0 = gl.load(record + 2)
@@ -57,23 +70,24 @@ def _fetch(
         page = gl.load(table + token // PAGE, mask=token < end_token, other=0)
         row = gl.maximum(page, 0) * rows_per_page + row0 + token % PAGE
         for c in gl.static_range(DIM // 64):
-            tma.async_copy_global_to_shared(
-                desc, [row, c * 64], barrier, target.slice(b * BOX, BOX, 0).slice(c * 64, 64, 1)
-            )
+            tma.async_copy_global_to_shared(desc, [row, c * 64], barrier, target.slice(b * BOX, BOX, 0).slice(c * 64, 64, 1))
 
 
 @gluon.jit
 def _produce(
-    desc, table_ptr, tiles_ptr, items, heads, table_stride, window, rows_per_page,
+    desc, table_ptr, tiles_ptr, tiles, heads, table_stride, window, rows_per_page,
     k_smem, v_smem, k_full, v_full, k_empty, v_empty,
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    HEADS_LAST: gl.constexpr,
 ):  # fmt: skip
     count = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, _, _, first, _, _, end = _bounds(tiles_ptr, item, heads, window, BLOCK_N, WINDOW)
-        table = table_ptr + gl.load(tiles_ptr + (item // heads) * 8 + 3).to(gl.int64) * table_stride
-        end_token = gl.load(tiles_ptr + (item // heads) * 8 + 4)
-        row0 = (item % heads) * PAGE
+    for item in range(gl.program_id(0), tiles * heads, gl.num_programs(0)):
+        index, head = _place(item, tiles, heads, HEADS_LAST)
+        record = tiles_ptr + index * 8
+        _, _, _, first, _, _, end = _bounds(record, window, BLOCK_N, WINDOW)
+        table = table_ptr + gl.load(record + 3).to(gl.int64) * table_stride
+        end_token = gl.load(record + 4)
+        row0 = head * PAGE
         for tile in range(first, end):
             stage = count % STAGES
             phase = (count // STAGES) & 1
@@ -95,7 +109,7 @@ def _tanh(x):
 
 @gluon.jit
 def _softmax(
-    s, m, l, tile, position, scale, softcap, window,
+    s, m, den, tile, position, scale, softcap, window,
     BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Raw scores to base-2 probabilities; returns them with the new maximum, the new sum and the factor of the old one."""
@@ -116,7 +130,7 @@ def _softmax(
         shift = gl.where(top == float("-inf"), 0.0, top)
     p = gl.exp2(s * factor - shift[:, None])
     keep = gl.exp2(m - shift)
-    return p, top, l * keep + gl.sum(p, 1), keep
+    return p, top, den * keep + gl.sum(p, 1), keep
 
 
 @gluon.jit
@@ -132,8 +146,26 @@ def _zero_tail(v, tile, end_token, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
+def _rows(token0, tokens, head, HALF: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of a consumer's 64 matrix rows: token, query head, and whether the row is one of the item's."""
+    lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    return (token0 + lane // GROUP).to(gl.int64), head * GROUP + lane % GROUP, lane // GROUP < tokens
+
+
+@gluon.jit
+def _load_q(q_ptr, target, record, head, q_stride_t, q_stride_h, HALF: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
+    """Start copying an item's queries; rows that are not the item's keep what was there."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    token, h, live = _rows(gl.load(record), gl.load(record + 1), head, HALF, GROUP, layout)
+    d = gl.arange(0, DIM, gl.SliceLayout(0, layout))
+    pointers = q_ptr + token[:, None] * q_stride_t + h[:, None] * q_stride_h + d[None, :]
+    async_copy.async_copy_global_to_shared(target, pointers, mask=live[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
 def _step(
-    q, p, m, l, o, tile, count, end_token, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty, v_empty,
+    q, p, m, den, o, tile, count, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty, v_empty,
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
     SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -147,49 +179,49 @@ def _step(
     o = warpgroup_mma(p, v_smem.index(before), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    pf, m, l, keep = _softmax(s, m, l, tile, position, scale, softcap, window, BLOCK_N, S_LAYOUT, SOFTCAP, WINDOW, MASKED)
-    # Waiting "for" the probabilities too keeps the compiler from waiting before it computes them.
-    o, pf = warpgroup_mma_wait(0, deps=[o, pf])
+    pf, m, den, keep = _softmax(s, m, den, tile, position, scale, softcap, window, BLOCK_N, S_LAYOUT, SOFTCAP, WINDOW, MASKED)
+    o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_empty.index(before), count=1)
     o = o * gl.convert_layout(keep, gl.SliceLayout(1, O_LAYOUT))[:, None]
     p = gl.convert_layout(pf.to(p.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-    return p, m, l, o
+    return p, m, den, o
 
 
 @gluon.jit
 def _consume(
     common, HALF: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, HEADS_LAST: gl.constexpr,
 ):  # fmt: skip
-    (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, items, heads, window, scale, softcap,
+    (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, tiles, heads, window, scale, softcap,
      q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
      q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty) = common  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    load: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_smem.dtype
-    q = q_smem.index(HALF)
     count = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token0, tokens, position0, first, open_, full, end = _bounds(tiles_ptr, item, heads, window, BLOCK_N, WINDOW)
-        end_token = gl.load(tiles_ptr + (item // heads) * 8 + 4)
-        head = item % heads
-
-        lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, load))
-        d = gl.arange(0, DIM, gl.SliceLayout(0, load))
-        t = lane // GROUP
-        pointers = (
-            q_ptr + (token0 + t).to(gl.int64)[:, None] * q_stride_t + (head * GROUP + lane % GROUP)[:, None] * q_stride_h + d[None, :]
-        )
-        q.store(gl.load(pointers, mask=(t < tokens)[:, None], other=0.0))
+    turn = 0
+    item = gl.program_id(0)
+    index, head = _place(item, tiles, heads, HEADS_LAST)
+    _load_q(q_ptr, q_smem.index(HALF * 2), tiles_ptr + index * 8, head, q_stride_t, q_stride_h, HALF, GROUP, DIM)
+    for item in range(gl.program_id(0), tiles * heads, gl.num_programs(0)):
+        index, head = _place(item, tiles, heads, HEADS_LAST)
+        record = tiles_ptr + index * 8
+        token0, tokens, position0, first, open_, full, end = _bounds(record, window, BLOCK_N, WINDOW)
+        end_token = gl.load(record + 4)
+        q = q_smem.index(HALF * 2 + turn)
+        async_copy.wait_group(0)
         fence_async_shared()
         gl.thread_barrier()
+        turn = turn ^ 1
+        if item + gl.num_programs(0) < tiles * heads:
+            index, after = _place(item + gl.num_programs(0), tiles, heads, HEADS_LAST)
+            _load_q(q_ptr, q_smem.index(HALF * 2 + turn), tiles_ptr + index * 8, after, q_stride_t, q_stride_h, HALF, GROUP, DIM)
 
         lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         position = position0 + gl.minimum(lane // GROUP, tokens - 1)
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-        l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        o = gl.zeros([64, DIM], gl.float32, o_layout)
+        den = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
 
         # The first tile has no P.V beside it; it is masked whether or not it must be.
         stage = count % STAGES
@@ -199,27 +231,29 @@ def _consume(
         )
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        pf, m, l, _ = _softmax(s, m, l, first, position, scale, softcap, window, BLOCK_N, s_layout, SOFTCAP, WINDOW, True)
+        pf, m, den, _ = _softmax(s, m, den, first, position, scale, softcap, window, BLOCK_N, s_layout, SOFTCAP, WINDOW, True)
         p = gl.convert_layout(pf.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
         count += 1
 
+        o = gl.zeros([64, DIM], gl.float32, o_layout)
         body = gl.minimum(gl.maximum(first + 1, open_), end)
-        for tile in range(first + 1, body):
-            p, m, l, o = _step(
-                q, p, m, l, o, tile, count, end_token, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty,
-                v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True,
-            )  # fmt: skip
-            count += 1
+        if WINDOW:
+            for tile in range(first + 1, body):
+                p, m, den, o = _step(
+                    q, p, m, den, o, tile, count, position, scale, softcap, window, k_smem, v_smem, k_full, v_full,
+                    k_empty, v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True,
+                )  # fmt: skip
+                count += 1
         for tile in range(body, full):
-            p, m, l, o = _step(
-                q, p, m, l, o, tile, count, end_token, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty,
-                v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, False,
+            p, m, den, o = _step(
+                q, p, m, den, o, tile, count, position, scale, softcap, window, k_smem, v_smem, k_full, v_full,
+                k_empty, v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, False,
             )  # fmt: skip
             count += 1
         for tile in range(gl.maximum(body, full), end):
-            p, m, l, o = _step(
-                q, p, m, l, o, tile, count, end_token, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty,
-                v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True,
+            p, m, den, o = _step(
+                q, p, m, den, o, tile, count, position, scale, softcap, window, k_smem, v_smem, k_full, v_full,
+                k_empty, v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True,
             )  # fmt: skip
             count += 1
         stage = (count - 1) % STAGES
@@ -231,41 +265,39 @@ def _consume(
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_empty.index(stage), count=1)
 
-        h = head * GROUP + lane % GROUP
-        live = lane // GROUP < tokens
-        token = (token0 + lane // GROUP).to(gl.int64)
-        if SINKS:
-            sink = gl.load(sinks_ptr + h, mask=live, other=0.0).to(gl.float32) * LOG2E
-            top = gl.maximum(m, sink)
-            keep = gl.exp2(m - top)
-            l = l * keep + gl.exp2(sink - top)
-            o = o * gl.convert_layout(keep, gl.SliceLayout(1, o_layout))[:, None]
-            m = top
-        if LSE:
-            gl.store(lse_ptr + token * lse_stride_t + h, (m + gl.log2(l)) * LN2, mask=live)
-        o = o * gl.convert_layout(1.0 / l, gl.SliceLayout(1, o_layout))[:, None]
-        lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, o_layout))
-        d = gl.arange(0, DIM, gl.SliceLayout(0, o_layout))
-        t = lane // GROUP
-        pointers = (
-            out_ptr + (token0 + t).to(gl.int64)[:, None] * out_stride_t + (head * GROUP + lane % GROUP)[:, None] * out_stride_h
-            + d[None, :]
-        )  # fmt: skip
-        gl.store(pointers, o.to(dtype), mask=(t < tokens)[:, None])
+        if SINKS or LSE:
+            token, h, live = _rows(token0, tokens, head, HALF, GROUP, s_layout)
+            if SINKS:
+                sink = gl.load(sinks_ptr + h, mask=live, other=0.0).to(gl.float32) * LOG2E
+                top = gl.maximum(m, sink)
+                keep = gl.exp2(m - top)
+                den = den * keep + gl.exp2(sink - top)
+                o = o * gl.convert_layout(keep, gl.SliceLayout(1, o_layout))[:, None]
+                m = top
+            if LSE:
+                gl.store(lse_ptr + token * lse_stride_t + h, (m + gl.log2(den)) * LN2, mask=live)
+        o = o * gl.convert_layout(1.0 / den, gl.SliceLayout(1, o_layout))[:, None]
+        # Through the queries' memory, which is free now, so that stores to device memory are 16 bytes wide.
+        q.store(o.to(dtype))
+        gl.thread_barrier()
+        token, h, live = _rows(token0, tokens, head, HALF, GROUP, wide)
+        d = gl.arange(0, DIM, gl.SliceLayout(0, wide))
+        pointers = out_ptr + token[:, None] * out_stride_t + h[:, None] * out_stride_h + d[None, :]
+        gl.store(pointers, q.load(wide), mask=live[:, None])
 
 
-@gluon.jit(do_not_specialize=["items", "heads", "window", "table_stride", "lse_stride_t"])
+@gluon.jit(do_not_specialize=["tiles", "heads", "window", "table_stride", "lse_stride_t"])
 def hopper_prefill_kernel(
     q_ptr, out_ptr, lse_ptr, desc, table_ptr, tiles_ptr, sinks_ptr,
-    items, heads, window, scale, softcap,
+    tiles, heads, window, scale, softcap,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t, table_stride, rows_per_page,
     GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, HEADS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """items: tiles * heads (KV heads). desc: the cache as [rows, DIM], boxes of [BOX, 64]."""
+    """An item is one of `tiles` records for one of `heads` KV heads. desc: the cache as [rows, DIM], boxes of [BOX, 64]."""
     dtype: gl.constexpr = desc.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_smem = gl.allocate_shared_memory(dtype, [2, 64, DIM], wide)
+    q_smem = gl.allocate_shared_memory(dtype, [4, 64, DIM], wide)  # two consumers, this item and the next
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], wide)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], wide)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -278,15 +310,15 @@ def hopper_prefill_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
-    common = (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, items, heads, window, scale, softcap,
+    common = (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, tiles, heads, window, scale, softcap,
               q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
               q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty)  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (common, 0, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE)),
-            (_consume, (common, 1, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE)),
-            (_produce, (desc, table_ptr, tiles_ptr, items, heads, table_stride, window, rows_per_page,
-                        k_smem, v_smem, k_full, v_full, k_empty, v_empty, DIM, BLOCK_N, BOX, PAGE, STAGES, WINDOW)),
+            (_consume, (common, 0, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE, HEADS_LAST)),
+            (_consume, (common, 1, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE, HEADS_LAST)),
+            (_produce, (desc, table_ptr, tiles_ptr, tiles, heads, table_stride, window, rows_per_page, k_smem, v_smem,
+                        k_full, v_full, k_empty, v_empty, DIM, BLOCK_N, BOX, PAGE, STAGES, WINDOW, HEADS_LAST)),
         ],
         [4, 1],
         [240, 24],
@@ -295,6 +327,8 @@ def hopper_prefill_kernel(
 
 BLOCK_M, BLOCK_N = 128, 128  # matrix rows of a program (two consumers of 64), tokens of a tile
 STAGES = 2
+HEADS_LAST = False
+"""False: items run head by head, so that one head's K and V stay in the L2 (7-15% on the prefill shapes)."""
 
 
 def supports(*, k_dim: int, v_dim: int, k_row: int, v_row: int, page: int, group: int, same_dtype: bool, bits: int) -> bool:

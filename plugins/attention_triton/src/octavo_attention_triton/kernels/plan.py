@@ -24,7 +24,7 @@ def plan_kernel(
 ):  # fmt: skip
     """Cut the visible tiles of every row with one new token into about `budget` equal parts.
 
-    A row gets round(tiles / chunk) parts, at least one, so at most budget + count items are made.
+    A row gets its share of the budget, rounded, at least one part and none of less than MIN_TILES, so at most budget + count items are made.
     Rows with several new tokens (prefill) get none. A row of length zero gets one empty item: its
     output is defined (zeros).
     """
@@ -39,8 +39,10 @@ def plan_kernel(
         first = tl.maximum(length - WINDOW, 0)
     tile0 = first // TILE
     tiles = tl.cdiv(length, TILE) - tile0
-    chunk = tl.maximum(tl.cdiv(tl.sum(tiles, 0), budget), MIN_TILES)
-    splits = tl.minimum(tl.maximum((tiles + chunk // 2) // chunk, 1), MAX_SPLITS)
+    total = tl.maximum(tl.sum(tiles, 0), 1)
+    splits = (tiles.to(tl.int64) * budget + total // 2) // total
+    splits = tl.minimum(splits.to(tl.int32), tl.minimum(tiles // MIN_TILES, MAX_SPLITS))
+    splits = tl.maximum(splits, 1)
     splits = tl.where(decoding, splits, 0)
     place = tl.cumsum(splits, 0) - splits
     used = tl.sum(splits, 0)
@@ -72,7 +74,7 @@ def plan_kernel(
 
 def plan(
     query_start: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, items: torch.Tensor, cuts: torch.Tensor,
-    *, budget: int, capacity: int, max_rows: int, tile: int, min_tiles: int, window: int | None, max_splits: int,
+    *, budget: int, capacity: int, max_items: int, max_rows: int, tile: int, min_tiles: int, window: int | None, max_splits: int,
 ) -> None:  # fmt: skip
     """Fill `items` (int32 [>= capacity, ITEM]) and `cuts` (int32 [>= rows, INFO]) for a step of len(seq_lens) <= max_rows rows. capacity >= budget + rows."""
     count = seq_lens.shape[0]
@@ -81,5 +83,5 @@ def plan(
     plan_kernel[(1,)](
         query_start, seq_lens, rows, items, cuts, count, budget, capacity,
         TILE=tile, MIN_TILES=min_tiles, WINDOW=window or 0, MAX_SPLITS=max_splits,
-        ROWS=padded, LANES=max(1, min(128, 2048 // padded)), BLOCK_C=int(triton.next_power_of_2(budget + max_rows)), num_warps=8 if padded > 64 else 4,
+        ROWS=padded, LANES=max(1, min(128, 2048 // padded)), BLOCK_C=int(triton.next_power_of_2(max_items)), num_warps=8 if padded > 64 else 4,
     )  # fmt: skip

@@ -20,7 +20,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _masked(
-    start, stop, q, position, m, l, acc, cache_ptr, table, first, last, head, page_stride, scale, softcap, window,
+    start, stop, q, position, m, den, acc, cache_ptr, table, first, last, head, page_stride, scale, softcap, window,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -39,8 +39,8 @@ def _masked(
             visible = visible & (key > position[:, None] - window)
         s = tl.where(visible, s, float("-inf"))
         held = (at + n >= first) & (at + n < last)
-        m, l, acc = accumulate(s, v, held, m, l, acc, DOT, V_TRANSPOSED, PRECISION, True)
-    return m, l, acc
+        m, den, acc = accumulate(s, v, held, m, den, acc, DOT, V_TRANSPOSED, PRECISION, True)
+    return m, den, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "lse_stride_t", "window"])
@@ -85,7 +85,7 @@ def prefill_kernel(
     q = q.to(DOT)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     last = position0 + tokens  # one past the newest key that any query here sees
@@ -97,8 +97,8 @@ def prefill_kernel(
         edge = tl.cdiv(tl.maximum(last - window, 0), BLOCK_N) * BLOCK_N  # from here every query's window is open
         start = first // BLOCK_N * BLOCK_N
         body = tl.minimum(tl.maximum(edge, start), tl.cdiv(last, BLOCK_N) * BLOCK_N)
-        m, l, acc = _masked(
-            start, body, q, position, m, l, acc, cache_ptr, table, first, last, head, page_stride, scale, softcap, window,
+        m, den, acc = _masked(
+            start, body, q, position, m, den, acc, cache_ptr, table, first, last, head, page_stride, scale, softcap, window,
             K_DIM, V_DIM, BLOCK_N, BLOCK_K, BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, WINDOW, SOFTCAP,
         )  # fmt: skip
     for at in tl.range(body, full, BLOCK_N, num_stages=STAGES):
@@ -108,9 +108,9 @@ def prefill_kernel(
                       V_ROW, V_DIM, BLOCK_V, BLOCK_N, PAGE, V_BASE, V_TRANSPOSED, False)  # fmt: skip
         s = scores(q, k, scale, softcap, SOFTCAP, PRECISION)
         # A lane whose window left it nothing yet still holds -inf.
-        m, l, acc = accumulate(s, v, dv, m, l, acc, DOT, V_TRANSPOSED, PRECISION, False)
-    m, l, acc = _masked(
-        tl.maximum(body, full), last, q, position, m, l, acc,
+        m, den, acc = accumulate(s, v, dv, m, den, acc, DOT, V_TRANSPOSED, PRECISION, False)
+    m, den, acc = _masked(
+        tl.maximum(body, full), last, q, position, m, den, acc,
         cache_ptr, table, first, last, head, page_stride, scale, softcap, window,
         K_DIM, V_DIM, BLOCK_N, BLOCK_K, BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, WINDOW, SOFTCAP,
     )  # fmt: skip
@@ -118,13 +118,13 @@ def prefill_kernel(
     if SINKS:
         sink = tl.load(sinks_ptr + h, mask=live, other=float("-inf")).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(m, sink)
-        l = l * tl.exp2(m - top) + tl.exp2(sink - top)
+        den = den * tl.exp2(m - top) + tl.exp2(sink - top)
         acc = acc * tl.exp2(m - top)[:, None]
         m = top
-    o = acc * (v_scale / l)[:, None]
+    o = acc * (v_scale / den)[:, None]
     tl.store(
         out_ptr + token[:, None] * out_stride_t + h[:, None] * out_stride_h + dv[None, :],
         o.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dv < V_DIM)[None, :],
     )  # fmt: skip
     if LSE:
-        tl.store(lse_ptr + token * lse_stride_t + h, (m + tl.log2(l)) * LN2, mask=live)
+        tl.store(lse_ptr + token * lse_stride_t + h, (m + tl.log2(den)) * LN2, mask=live)

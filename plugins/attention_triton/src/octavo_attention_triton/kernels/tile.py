@@ -76,10 +76,10 @@ def scores(q, k, scale_log2, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def accumulate(
-    s, v, visible, m, l, acc,
+    s, v, visible, m, den, acc,
     DOT: tl.constexpr, V_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One online-softmax step: s [M, N] base-2 logits, v [N, D] (or [D, N]), running max m, sum l, accumulator.
+    """One online-softmax step: s [M, N] base-2 logits, v [N, D] (or [D, N]), running max m, sum den, accumulator.
 
     visible [N]: the tokens of a MASKED tile that hold values at all; s is -inf for every other.
     """
@@ -90,7 +90,7 @@ def accumulate(
         shift = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(s - shift[:, None])
     alpha = tl.exp2(m - shift)
-    l = l * alpha + tl.sum(p, 1)
+    den = den * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     v = v.to(DOT)
     if V_TRANSPOSED:
@@ -98,4 +98,4 @@ def accumulate(
     if MASKED:
         v = tl.where(visible[:, None], v, 0.0)
     acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)
-    return top, l, acc
+    return top, den, acc
