@@ -7,7 +7,7 @@ against. Must never read a cache entry that the step's rows do not hold.
 Keys and values of a row are gathered into dense [kv_heads, keys, dim] matrices, with the q heads of a
 group as rows of one matrix (no key is copied per q head). Dense, because oneDNN copies what is not.
 Softmax is computed in float32; scores and probabilities are stored in the model's dtype, as
-transformers' eager attention does.
+transformers' eager attention does, except that float16 is computed in float32 throughout.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class TorchAttention:
 
     def __init__(self, options: Any, parts: AttentionParts) -> None:
         self._dtype: torch.dtype = getattr(torch, parts.dtype)
+        self._compute = torch.float32 if self._dtype == torch.float16 else self._dtype
         self._groups: tuple[KVGroup, ...] = ()
         self._layers: dict[int, _Layer] = {}
         self._tables: tuple[Tensor, ...] = ()  # the state table's, whose buffers outlive a step
@@ -109,7 +110,8 @@ class TorchAttention:
         blocks = table[row].gather(0, positions // size).long().clamp_(min=0)
         lines = blocks[None, :, None] * 2 + torch.arange(2, device=table.device).view(2, 1, 1)
         lines = lines * heads + torch.arange(heads, device=table.device)
-        return self._read(bound, (lines * size + (positions % size)[:, None]).view(-1), (length, heads))
+        keys, values = self._read(bound, (lines * size + (positions % size)[:, None]).view(-1), (length, heads))
+        return keys.to(self._dtype), values.to(self._dtype)
 
     def copy_blocks(self, group: int, source: Tensor, target: Tensor) -> None:
         for layer in self._layers.values():
@@ -127,7 +129,7 @@ class TorchAttention:
         chosen = q if tile.queries is None else q.index_select(0, tile.queries)
         if new > 1:
             chosen = chosen.view(batch, new, heads, group, -1).transpose(1, 2)
-        queries = chosen.reshape(batch * heads, new * group, facts.k_dim)
+        queries = chosen.reshape(batch * heads, new * group, facts.k_dim).to(self._compute)
         scores = queries.new_empty(batch * heads, new * group, tile.keys)
         scores.baddbmm_(queries, keys.transpose(1, 2), beta=0, alpha=facts.scale)
         if facts.softcap:
@@ -151,7 +153,7 @@ class TorchAttention:
             # Of the gathered keys these queries see some in [low, own + new); `own` is the first one's own key.
             own = tile.position + at - tile.first
             low = max(0, own - window + 1) if window else 0
-            queries = q[rows].view(new, heads, group, -1).transpose(0, 1).reshape(heads, new * group, -1)
+            queries = q[rows].view(new, heads, group, -1).transpose(0, 1).reshape(heads, new * group, -1).to(self._compute)
             scores = queries.new_empty(heads, new * group, own + new - low)
             for head in range(heads):  # one by one: a slice of one head's keys is dense, a slice of all is not
                 scores[head].addmm_(queries[head], keys[head, low : own + new].t(), beta=0, alpha=facts.scale)
@@ -174,12 +176,12 @@ class TorchAttention:
         return bound, step.scratch[bound.plan]
 
     def _read(self, layer: _Layer, entries: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of `entries`, in the model's dtype: [*shape, k_dim] and [*shape, v_dim]."""
+        """Keys and values of `entries`, in the dtype of the arithmetic: [*shape, k_dim] and [*shape, v_dim]."""
         facts, dtype = layer.facts, layer.cache.dtype
         found = layer.entries.index_select(0, entries)
         if dtype in _FLOAT8:
             found = found.view(dtype)
-        keys, values = found.to(self._dtype).view(2, *shape, -1).unbind()
+        keys, values = found.to(self._compute).view(2, *shape, -1).unbind()
         if dtype in _FLOAT8:
             keys, values = keys * facts.k_scale, values * facts.v_scale
         if facts.k_dim != facts.v_dim:
