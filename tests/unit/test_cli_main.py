@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from octavo.cli import main as cli
 from octavo.errors import AdmissionRefused, ConfigError, LoadError, OctavoError, RequestError
 
@@ -19,7 +18,9 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("command", ["import octavo.cli.main", "from octavo.cli.main import main; main(['--help']) if 0 else main([])"])
+@pytest.mark.parametrize(
+    "command", ["import octavo.cli.main", "from octavo.cli.main import main; main(['--help']) if 0 else main([])"]
+)
 def test_the_command_and_its_help_load_neither_torch_nor_fastapi(command: str) -> None:
     loaded = python(f"{command}\nimport sys\nprint([m for m in {HEAVY} if m in sys.modules])")
     assert loaded.splitlines()[-1] == "[]"
@@ -87,6 +88,8 @@ class TestErrors:
         with pytest.raises(ZeroDivisionError):
             self.run(monkeypatch, ZeroDivisionError())
 
-    def test_control_c_exits_130_and_says_nothing(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_control_c_exits_130_and_says_nothing(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert self.run(monkeypatch, KeyboardInterrupt()) == 130
         assert capsys.readouterr().err == ""
