@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from octavo.cache.prefix import PUBLIC, Lineage, PrefixIndex, frame, root, salt
+from octavo.cache.prefix import FIRST_LOOK, PUBLIC, Lineage, PrefixIndex, frame, root, salt
 
 TOKENS = np.arange(16, dtype=np.int32)
 
@@ -153,7 +153,7 @@ def test_a_run_ends_at_the_first_block_that_is_missing() -> None:
 def test_a_long_prompt_that_misses_is_hashed_no_further_than_needed() -> None:
     prompt = lineage(np.arange(100_000))
     PrefixIndex(4).match(prompt, 0, 4, 24_999)
-    assert len(prompt.chains[4].messages) <= 8
+    assert len(prompt.chains[4].messages) <= FIRST_LOOK
 
 
 def test_the_first_block_with_a_key_keeps_it() -> None:

@@ -87,9 +87,16 @@ class BlockAllocator:
         self._limit = parts.max_model_len
         self._copies: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._lineages: list[Lineage | None] = [None] * parts.max_rows
+        # What `admit` makes of an empty row: it holds nothing, and these are the first things to come.
+        self._fresh = self._empty.copy()
+        self._fresh[0] = self._limit
+        if parts.prefix_caching:
+            self._fresh[6] = min(self._sizes)
+        if self._windowed:
+            self._fresh[7] = min(t.block_size + (t.window or 0) - 1 for t in self._windowed)
         # The same memory, for scalar access: a memoryview is several times as fast as an array there.
         self._fast_room, self._fast_known = self._room.data, self._known.data
-        self._fast_writable, self._fast_due = self._writable.data, self._due.data
+        self._fast_computed, self._fast_writable, self._fast_due = (b.data for b in (self._computed, self._writable, self._due))
 
     # ------------------------------------------------------------ a row's life
 
@@ -99,18 +106,16 @@ class BlockAllocator:
         known = len(tokens)
         if known > self._limit:
             raise ValueError(f"row {row}: {known} tokens are more than max_model_len {self._limit}")
-        self._room[row], self._known[row] = self._limit, known
-        hit = 0
-        if self._prefix_caching:
-            lineage = self._lineages[row] = Lineage(tokens, domain, salt, self._sizes)
-            if reuse:
-                hit = self._attach(row, lineage, known)
-                self.prefix_queries += known
-                self.prefix_hits += hit
-        self._computed[row] = self._writable[row] = hit
-        rows = np.array([row])
-        self._bound(rows)
-        self._expect(rows)
+        self._state[row] = self._fresh
+        self._fast_known[row] = known
+        if not self._prefix_caching:
+            return 0
+        lineage = self._lineages[row] = Lineage(tokens, domain, salt, self._sizes)
+        if not reuse:
+            return 0
+        hit = self._attach(row, lineage, known)
+        self.prefix_queries += known
+        self.prefix_hits += hit
         return hit
 
     def extend(self, row: int, tokens: np.ndarray) -> None:
@@ -245,9 +250,10 @@ class BlockAllocator:
     # ------------------------------------------------------------ how
 
     def _attach(self, row: int, lineage: Lineage, known: int) -> int:
-        """Give an empty row the longest prefix that every group has; its length."""
+        """Give a fresh row the longest prefix that every group has; its length."""
         hit, found = self._match(lineage, known)
         if hit:
+            self._computed[row] = self._writable[row] = hit
             for table, blocks in zip(self._tables, found, strict=True):
                 end = hit // table.block_size
                 held = np.array(blocks, np.intp)
@@ -255,6 +261,9 @@ class BlockAllocator:
                 table.first[row], table.held[row], table.published[row] = first, end, end
                 table.assign(np.arange(first, end) + row * table.columns, held)
                 self._blocks.hold(held)
+            rows = np.array([row])
+            self._bound(rows)
+            self._expect(rows)
         return hit
 
     def _match(self, lineage: Lineage, known: int) -> tuple[int, list[list[int]]]:
@@ -351,11 +360,15 @@ class BlockAllocator:
         """Offer the blocks that are computed and whose tokens are known to the index."""
         if not self._prefix_caching:
             return
-        ready = np.minimum(self._computed[rows], self._known[rows])
-        todo = (ready >= self._due[rows]).nonzero()[0]
-        if not todo.size:
-            return
-        for row, upto in zip(rows[todo].tolist(), ready[todo].tolist(), strict=True):
+        if rows.size == 1:
+            one = int(rows[0])
+            ready = min(self._fast_computed[one], self._fast_known[one])
+            work = [(one, ready)] if ready >= self._fast_due[one] else []
+        else:
+            least = np.minimum(self._computed[rows], self._known[rows])
+            todo = (least >= self._due[rows]).nonzero()[0]
+            work = list(zip(rows[todo].tolist(), least[todo].tolist(), strict=True)) if todo.size else []
+        for row, upto in work:
             lineage = self._lineages[row]
             assert lineage is not None
             due, safe = NEVER, self._fast_writable[row]

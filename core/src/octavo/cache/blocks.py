@@ -147,9 +147,12 @@ class Blocks:
         """Take blocks off the list. What was released as one chain mostly still lies there as one run, in
         reverse, and a run is unlinked at once."""
         following, previous = self._fast_next, self._fast_previous
-        breaks = (self._previous[blocks[:-1]] != blocks[1:]).nonzero()[0].tolist()
-        starts, ends = [0, *(b + 1 for b in breaks)], [*breaks, blocks.size - 1]
-        for newest, oldest in zip(blocks[starts].tolist(), blocks[ends].tolist(), strict=True):
+        breaks = (self._previous[blocks[:-1]] != blocks[1:]).nonzero()[0]
+        starts, ends = [int(blocks[0])], [int(blocks[-1])]
+        if breaks.size:
+            starts += blocks[breaks + 1].tolist()
+            ends = blocks[breaks].tolist() + ends
+        for newest, oldest in zip(starts, ends, strict=True):
             before, after = previous[oldest], following[newest]
             following[before] = after
             previous[after] = before

@@ -5,14 +5,14 @@ Owns what makes two blocks "the same content": a chain of SHA-256 over tagged, l
 never uses Python's `hash` for identity (hash(-1) == hash(-2), and it is not keyed).
 
     root    = SHA-256("octavo" prefix 1, "block_size" n, "salt" s)
-    message = "p" digest of the block before (or root), "t" token ids as int32 little-endian
+    message = tags and lengths ("p" 32, "t" 4n), digest of the block before (or root), ids as int32 little-endian
     digest  = SHA-256(message)
-    key     = (domain, KV group, digest)
+    place   = SHA-256("domain" name, "group" KV group)
+    key     = place + digest
 
 A look-up tries the row's own domain and then PUBLIC, which only the operator fills. A hit is
 believed only after the messages, that is the token ids themselves and the parent, have been
-compared: with every block of a chain compared, the whole prefix has been. (The tags are short so
-that 16 tokens are two blocks of SHA-256 and not three.)
+compared: with every block of a chain compared, the whole prefix has been.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ import numpy as np
 PUBLIC = "public"
 """The domain that everybody may read and only the operator's warm-up writes."""
 
-Key = tuple[str, int, bytes]
-
-FIRST_LOOK = 8
-"""A look-up hashes this many blocks before it asks for the first, and doubles while it hits."""
+FIRST_LOOK = 16
+"""A look-up hashes this many blocks before it asks for the first, and four times as many each time that all were there."""
 
 
 def frame(tag: str, value: bytes) -> bytes:
@@ -61,28 +59,29 @@ class Chain:
     digests[0] is the root; digests[i + 1] = SHA-256(messages[i]) is that of block i.
     """
 
-    __slots__ = ("block_size", "digests", "messages")
+    __slots__ = ("digests", "head", "messages", "width")
 
     def __init__(self, block_size: int, salt: str) -> None:
-        self.block_size = block_size
+        self.width = 4 * block_size  # bytes of token ids in a block
+        # Of fixed length, and the same for every message of a chain: one constant in front, then the values.
+        self.head = b"p" + (32).to_bytes(8, "little") + b"t" + self.width.to_bytes(8, "little")
         self.digests = [root(block_size, salt)]
         self.messages: list[bytes] = []
 
     def grow(self, tokens: bytearray, blocks: int) -> None:
         """Compute at least the first `blocks` blocks; their tokens must be known."""
         digests, messages, sha256 = self.digests, self.messages, hashlib.sha256
-        width = 4 * self.block_size
-        middle = _TOKENS + width.to_bytes(8, "little")
-        parent = digests[-1]
+        head, width, parent = self.head, self.width, digests[-1]
         for at in range(len(messages) * width, blocks * width, width):
-            message = b"".join((_PARENT, parent, middle, tokens[at : at + width]))
+            message = head + parent + tokens[at : at + width]
             parent = sha256(message).digest()
             messages.append(message)
             digests.append(parent)
 
     def copy(self) -> Chain:
         twin = Chain.__new__(Chain)
-        twin.block_size, twin.digests, twin.messages = self.block_size, list(self.digests), list(self.messages)
+        twin.head, twin.width = self.head, self.width
+        twin.digests, twin.messages = list(self.digests), list(self.messages)
         return twin
 
 
@@ -94,11 +93,11 @@ class Lineage:
 
     def __init__(self, tokens: np.ndarray, domain: str, salt: str, block_sizes: tuple[int, ...]) -> None:
         self.domain = domain
-        self.tokens = bytearray(tokens.astype("<i4", copy=False).tobytes())
+        self.tokens = bytearray(_encode(tokens))
         self.chains = {size: Chain(size, salt) for size in block_sizes}
 
     def extend(self, tokens: np.ndarray) -> None:
-        self.tokens += tokens.astype("<i4", copy=False).tobytes()
+        self.tokens += _encode(tokens)
 
     def copy(self) -> Lineage:
         twin = Lineage.__new__(Lineage)
@@ -114,8 +113,7 @@ class Lineage:
         return chain
 
 
-_PARENT = frame("p", bytes(32))[:-32]
-_TOKENS = frame("t", b"")[:-8]
+_ID = np.dtype("<i4")
 
 
 @lru_cache(maxsize=1024)
@@ -125,12 +123,27 @@ def root(block_size: int, salt: str) -> bytes:
     return hashlib.sha256(parts).digest()
 
 
+@lru_cache(maxsize=4096)
+def place(domain: str, group: int) -> bytes:
+    """The part of a key that keeps domains and KV groups apart."""
+    return hashlib.sha256(frame("domain", domain.encode()) + frame("group", str(group).encode())).digest()
+
+
+def _encode(tokens: np.ndarray) -> bytes:
+    return (tokens if tokens.dtype == _ID else tokens.astype(_ID)).tobytes()
+
+
 class PrefixIndex:
-    """Published blocks by key, and what each holds: a bijection of keys and published blocks."""
+    """Published blocks by key, and what each holds: a bijection of keys and published blocks.
+
+    Keys and messages are plain bytes in flat containers: nothing that Python's garbage collector
+    would have to walk, however large the cache is.
+    """
 
     def __init__(self, num_blocks: int) -> None:
-        self._blocks: dict[Key, int] = {}
-        self._entries: list[tuple[Key, bytes] | None] = [None] * num_blocks  # (key, message) by block
+        self._blocks: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = [None] * num_blocks  # by block
+        self._messages: list[bytes] = [b""] * num_blocks  # by block
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -142,11 +155,11 @@ class PrefixIndex:
 
     def match(self, lineage: Lineage, group: int, block_size: int, blocks: int) -> list[int]:
         """The longest run of cached blocks from the first on, at most `blocks` long. No more of the prompt
-        is hashed than about twice the run: a long one that misses is cheap to try again and again."""
+        is hashed than a few times the run: a long one that misses is cheap to try again and again."""
         found: list[int] = []
         while len(found) < blocks:
             first = len(found)
-            upto = min(blocks, max(FIRST_LOOK, 2 * first))
+            upto = min(blocks, max(FIRST_LOOK, 4 * first))
             found += self._run(lineage, group, lineage.chain(block_size, upto), first, upto)
             if len(found) < upto:
                 break
@@ -154,16 +167,16 @@ class PrefixIndex:
 
     def _run(self, lineage: Lineage, group: int, chain: Chain, first: int, end: int) -> list[int]:
         """The blocks of columns first, first + 1, ... as far as there are any."""
-        domain, entries, get = lineage.domain, self._entries, self._blocks.get
+        own, public = place(lineage.domain, group), place(PUBLIC, group)
+        messages, get = self._messages, self._blocks.get
         found: list[int] = []
         for digest, message in zip(chain.digests[first + 1 : end + 1], chain.messages[first:end], strict=True):
-            block = get((domain, group, digest))
+            block = get(own + digest)
             if block is None:
-                block = get((PUBLIC, group, digest))
+                block = get(public + digest)
                 if block is None:
                     break
-            entry = entries[block]
-            if entry is None or entry[1] != message:
+            if messages[block] != message:
                 break
             found.append(block)
         return found
@@ -175,28 +188,29 @@ class PrefixIndex:
         one whose content the row could have found in another block stays private (first wins).
         """
         chain = lineage.chain(block_size, column + len(blocks))
-        digests, messages = chain.digests, chain.messages
-        domain, index, entries = lineage.domain, self._blocks, self._entries
+        digests, index, keys = chain.digests, self._blocks, self._keys
+        own, public = place(lineage.domain, group), place(PUBLIC, group)
         done = []
         for block in blocks:
-            message = messages[column]
             column += 1
-            if block >= 0 and entries[block] is None:
-                key = (domain, group, digests[column])
-                if key not in index and (PUBLIC, group, digests[column]) not in index:
+            if block >= 0 and keys[block] is None:
+                digest = digests[column]
+                key = own + digest
+                if key not in index and public + digest not in index:
                     index[key] = block
-                    entries[block] = (key, message)
+                    keys[block] = key
+                    self._messages[block] = chain.messages[column - 1]
                     done.append(block)
         return done
 
     def remove(self, blocks: list[int]) -> None:
         """Make these published blocks unfindable."""
-        index, entries = self._blocks, self._entries
+        index, keys, messages = self._blocks, self._keys, self._messages
         for block in blocks:
-            entry = entries[block]
-            assert entry is not None, f"block {block} is not published"
-            del index[entry[0]]
-            entries[block] = None
+            key = keys[block]
+            assert key is not None, f"block {block} is not published"
+            del index[key]
+            keys[block], messages[block] = None, b""
 
     def clear(self) -> list[int]:
         """Forget everything; returns the blocks that were published."""
@@ -207,11 +221,10 @@ class PrefixIndex:
     def check(self, published: np.ndarray) -> None:
         """Raise AssertionError unless keys and the blocks marked in `published` (bool [num_blocks]) are a bijection."""
         for key, block in self._blocks.items():
-            entry = self._entries[block]
-            if entry is None or entry[0] != key:
+            if self._keys[block] != key:
                 raise AssertionError(f"the index leads to block {block}, which does not hold that key")
         marked = np.flatnonzero(published).tolist()
         if sorted(self._blocks.values()) != marked:
             raise AssertionError("the index and the published blocks differ")
-        if [b for b, entry in enumerate(self._entries) if entry is not None] != marked:
-            raise AssertionError("the entries and the published blocks differ")
+        if [b for b, key in enumerate(self._keys) if key is not None] != marked:
+            raise AssertionError("the keys and the published blocks differ")
