@@ -11,7 +11,19 @@ from tests.server.harness import ADMIN_KEY, API_KEYS, Server
 from tests.tiny import tiny_llama
 
 CONTEXT = 4096
-FLAGS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "1200", "--block-size", "16")
+QUEUE = 100
+FLAGS = (
+    "--max-num-queued-reqs",
+    str(QUEUE),
+    "--max-num-seqs",
+    "8",
+    "--max-num-batched-tokens",
+    "256",
+    "--num-gpu-blocks-override",
+    "1200",
+    "--block-size",
+    "16",
+)
 
 
 @pytest.fixture(scope="session")

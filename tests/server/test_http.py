@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import CONTEXT
-from tests.server.harness import API_KEYS, NAME, Server, events, post_raw
+from tests.server.conftest import CONTEXT, QUEUE
+from tests.server.harness import API_KEYS, NAME, Server, events, post_raw, until
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hello world"}], **GREEDY, "max_tokens": 12}
@@ -529,3 +529,20 @@ def test_priorities_are_honoured_within_what_the_server_allows(client: httpx.Cli
     for value, status in (("2", 200), ("-6", 400), ("high", 400)):
         response = client.post("/v1/completions", json=TEXT, headers={"x-octavo-priority": value})
         assert response.status_code == status
+
+
+def test_a_full_queue_is_429_with_a_time_to_wait_and_clears_by_itself(server: Server, client: httpx.Client) -> None:
+    server.idle(20)
+    body = {**TEXT, "max_tokens": 4000, "stream": True}
+    socks = [post_raw(server, "/v1/completions", body) for _ in range(8)]
+    until(lambda: server.gauges()["running"] == 8, 10, "the batch is full")
+    socks += [post_raw(server, "/v1/completions", body) for _ in range(QUEUE)]
+    until(lambda: server.gauges()["waiting"] == QUEUE, 20, "the queue is full")
+    for extra in ({}, {"stream": True}, {"prompt": ["one", "two"]}):
+        response = client.post("/v1/completions", json={**TEXT, **extra})
+        assert response.status_code == 429 and error_of(response)["code"] == "queue_full"
+        assert int(response.headers["retry-after"]) >= 1
+    for sock in socks:
+        sock.close()
+    server.idle(2)
+    ask(client, "/v1/completions", TEXT)
