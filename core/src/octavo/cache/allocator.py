@@ -22,13 +22,14 @@ They and the groups' counts are columns of one array, so that a release resets a
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from octavo.cache.blocks import Blocks
+from octavo.cache.conflict import Conflict
 from octavo.cache.geometry import sequence_blocks
+from octavo.cache.hit import longest_hit
 from octavo.cache.prefix import Lineage, PrefixIndex
 from octavo.cache.table import GroupTable
 from octavo.errors import ConfigError
@@ -80,10 +81,8 @@ class BlockAllocator:
             GroupTable(group, count, parts.max_model_len) for group, count in zip(parts.groups, counts, strict=True)
         )
         self._views = tuple(_read_only(table.array) for table in self._tables)
-        self._full = tuple(t for t in self._tables if t.window is None)
         self._windowed = tuple(t for t in self._tables if t.window is not None)
         self._sizes = tuple(sorted({t.block_size for t in self._tables}))
-        self._stride = math.lcm(*self._sizes)
         self._limit = parts.max_model_len
         self._copies: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._lineages: list[Lineage | None] = [None] * parts.max_rows
@@ -251,7 +250,7 @@ class BlockAllocator:
 
     def _attach(self, row: int, lineage: Lineage, known: int) -> int:
         """Give a fresh row the longest prefix that every group has; its length."""
-        hit, found = self._match(lineage, known)
+        hit, found = longest_hit(self._index, self._tables, lineage, known)
         if hit:
             self._computed[row] = self._writable[row] = hit
             for table, blocks in zip(self._tables, found, strict=True):
@@ -265,42 +264,6 @@ class BlockAllocator:
             self._bound(rows)
             self._expect(rows)
         return hit
-
-    def _match(self, lineage: Lineage, known: int) -> tuple[int, list[list[int]]]:
-        """The longest hit in tokens, never the last of `known`, and per group the blocks that it needs.
-
-        Full groups bound it from the left: a run of blocks from the start. Window groups are then
-        read from the right, and each miss moves the end to before the missing block, until all agree.
-        """
-        stride, index = self._stride, self._index
-        hit = max(0, known - 1) // stride * stride
-        runs: dict[int, list[int]] = {}
-        for table in self._full:
-            run = runs[table.group] = index.match(lineage, table.group, table.block_size, hit // table.block_size)
-            hit = len(run) * table.block_size // stride * stride
-        looked_up: dict[tuple[int, int], int] = {}
-        settled = not self._windowed
-        while hit and not settled:
-            settled = True
-            for table in self._windowed:
-                assert table.window is not None
-                size = table.block_size
-                for column in range(hit // size - 1, max(0, hit - table.window + 1) // size - 1, -1):
-                    place = (table.group, column)
-                    if place not in looked_up:
-                        looked_up[place] = index.find(lineage, table.group, size, column)
-                    if looked_up[place] < 0:
-                        hit, settled = column * size // stride * stride, False
-                        break
-        found = []
-        for table in self._tables:
-            end = hit // table.block_size
-            if table.window is None:
-                found.append(runs[table.group][:end])
-            else:
-                first = max(0, hit - table.window + 1) // table.block_size
-                found.append([looked_up[table.group, column] for column in range(first, end)])
-        return hit, found
 
     def _reserve(self, rows: np.ndarray, start: np.ndarray, upto: np.ndarray) -> bool:
         """`reserve` of rows that need a look: blocks to add, shared blocks to replace, published ones to take over."""
@@ -319,7 +282,7 @@ class BlockAllocator:
             grown.append((table, end, flat))
             total += flat.size
             if unsafe.size:
-                conflict = _Conflict(table, rows[unsafe], start[unsafe], np.minimum(need, held)[unsafe], self._blocks)
+                conflict = Conflict(table, rows[unsafe], start[unsafe], np.minimum(need, held)[unsafe], self._blocks)
                 conflicts.append(conflict)
                 total += conflict.replaced.size
         if total > self._blocks.available:
@@ -424,34 +387,6 @@ class BlockAllocator:
         for row in rows.tolist():
             if self._lineages[row] is not None:
                 self._due[row] = min((int(t.published[row]) + 1) * t.block_size for t in self._tables)
-
-
-class _Conflict:
-    """Held blocks that rows are about to write in one group, and that are not theirs alone.
-
-    replaced: flat table entries that get a new block, because others keep the old one. copied:
-    bool, same length, whether the old content before the row's start is needed. rewritten: blocks
-    that the row keeps (the last of their holders to write) and whose published content ends.
-    """
-
-    def __init__(self, table: GroupTable, rows: np.ndarray, start: np.ndarray, stop: np.ndarray, blocks: Blocks) -> None:
-        self.table = table
-        low = start // table.size
-        count = np.maximum(stop - low, 0)
-        flat = table.span(rows, low, low + count)
-        held = table.blocks(flat)
-        if (held < 0).any():
-            row, column = divmod(int(flat[held < 0][0]), table.columns)
-            raise ValueError(f"reserve: row {row} writes column {column} of group {table.group}, which has been trimmed")
-        leaves = blocks.references[held] > 1
-        # Where every holder writes in this very call, the last of them keeps the block.
-        for block in np.unique(held[leaves]).tolist():
-            writers = np.flatnonzero(held == block)
-            if writers.size == blocks.references[block]:
-                leaves[writers[-1]] = False
-        self.replaced = flat[leaves]
-        self.copied = (flat % table.columns * table.block_size < start.repeat(count))[leaves]
-        self.rewritten = held[~leaves]
 
 
 def _check_parts(parts: AllocatorParts) -> None:
