@@ -382,6 +382,16 @@ def test_an_invalid_http_request_still_gets_the_envelope(server: Server) -> None
     assert answer.startswith(b"HTTP/1.1 400") and b'"invalid_http"' in answer
 
 
+@pytest.mark.parametrize(
+    "endless", [b"GET /" + b"x" * 70_000, b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000, b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 20_000]
+)
+def test_a_head_that_never_ends_is_cut(server: Server, endless: bytes) -> None:
+    with socket.create_connection(server.address, timeout=10) as sock:
+        sock.sendall(endless)
+        answer = sock.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 400") and b"headers are larger" in answer
+
+
 # ------------------------------------------------------------------ sizes (S18)
 
 

@@ -211,6 +211,11 @@ def test_stream_options_need_a_stream() -> None:
     assert refusal(lambda: chat(stream=True, stream_options={"usage": True})).param == "stream_options.usage"
 
 
+def test_what_a_stream_has_no_place_for_is_refused() -> None:
+    assert refusal(lambda: chat(stream=True, prompt_logprobs=1).to_params()).param == "prompt_logprobs"
+    assert refusal(lambda: parse(GenerateRequest, b'{"prompt": "x", "logprobs": 1}')).param == "logprobs"
+
+
 def test_streaming_cannot_pick_the_best_afterwards() -> None:
     assert refusal(lambda: completion(stream=True, n=1, best_of=2).to_params()).param == "best_of"
     assert refusal(lambda: completion(n=3, best_of=2).to_params()).param == "best_of"

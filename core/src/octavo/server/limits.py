@@ -19,6 +19,7 @@ MAX_SAMPLES = 1024  # sequences of one HTTP request: prompts x max(n, best_of)
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 8192
 MAX_LOGIT_BIAS = 4096
+MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id that is echoed
 _DRAIN_SECONDS = 2.0
 _JSON = ("", "application/json")
@@ -35,7 +36,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     if kind not in _JSON and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"Content-Type must be application/json, got {kind[:80]!r}.", code="unsupported_media_type")
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
+    if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
     chunks: list[bytes] = []
     size = 0

@@ -67,7 +67,6 @@ class Sampling(Wire):
     stop_token_ids: Ids = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     priority: int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     stream: bool | None = None
@@ -112,6 +111,7 @@ class _OpenAI(Sampling):
 
     model: str | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -251,6 +251,8 @@ class ChatRequest(_OpenAI):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: only allowed with logprobs = true", param="top_logprobs", code="invalid_value")
+        if self.prompt_logprobs is not None and self.stream:
+            raise unsupported("prompt_logprobs", "a chat stream has no place for them")
         over = {"max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
         return self.params(**over)
 
@@ -270,13 +272,12 @@ class GenerateRequest(Sampling):
     model: str | None = None
     max_new_tokens: int | None = None
     best_of: int | None = None
-    logprobs: int | None = None
 
     def to_params(self) -> SamplingParams:
         if self.max_tokens is not None and self.max_new_tokens not in (None, self.max_tokens):
             raise ApiError(400, "max_new_tokens and max_tokens differ; send one", param="max_new_tokens", code="invalid_value")
         limit = self.max_tokens if self.max_tokens is not None else self.max_new_tokens
-        return self.params(max_tokens=limit, logprobs=self.logprobs)
+        return self.params(max_tokens=limit)
 
 
 class TokenizeRequest(Wire):

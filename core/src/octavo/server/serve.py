@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
@@ -31,6 +32,7 @@ from octavo.errors import ConfigError
 from octavo.server.app import create_app
 from octavo.server.clients import CLOSE_EXTENSION
 from octavo.server.errors import ApiError
+from octavo.server.limits import MAX_HEAD
 from octavo.server.service import Service
 
 log = logging.getLogger("octavo.server")
@@ -67,13 +69,27 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with two additions: streams can close their connection after an error,
-    and even a request that is not HTTP gets the error envelope."""
+    """uvicorn's HTTP protocol with three additions: streams can close their connection after an error,
+    even a request that is not HTTP gets the error envelope, and a request's head is bounded."""
+
+    _head: int | None = 0
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._head = 0  # bytes of the request's head so far, None once it is complete
         extensions: dict[str, Any] = {CLOSE_EXTENSION: self.shutdown}
         self.scope["extensions"] = extensions
+
+    def on_headers_complete(self) -> None:
+        self._head = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head is not None and not self.transport.is_closing():
+            self._head += len(data)
+            if self._head > MAX_HEAD:
+                self.send_400_response(f"The request's line and headers are larger than {MAX_HEAD} bytes.")
 
     def send_400_response(self, msg: str) -> None:
         body = ApiError(400, msg, code="invalid_http").response().body
@@ -113,6 +129,8 @@ class _Process:
                 llm = await self._until(self._stop, AsyncLLM.start(self._engine, on_progress=self._on_progress))
                 if llm is not None:
                     state.attach(llm)
+                    gc.collect()
+                    gc.freeze()  # what was imported is garbage for nobody: the collector need not look at it again
                     log.info("ready: %s at %s", ", ".join(self._names), address(config, sock))
                     await self._serve(llm, serving)
             finally:
