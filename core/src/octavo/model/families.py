@@ -78,16 +78,14 @@ def _no_window(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]
 
 
 def _one_window(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Mistral: one number for every layer; 4096 if the key is missing, null is off."""
+    """One number for every layer; 4096 if the key is missing, null is off."""
     window = _count(config, "sliding_window") if "sliding_window" in config else 4096
     return (window,) * layers
 
 
 def _late_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Qwen: off unless use_sliding_window; then by layer_types, else layers from max_window_layers on."""
-    window = _count(config, "sliding_window", 4096) if "sliding_window" in config else 4096
-    if not _flag(config, "use_sliding_window", False) or window is None:
-        window = None
+    window = _one_window(config, 1)[0] if _flag(config, "use_sliding_window", False) else None
     types = layer_types(config, layers)
     if types is None:
         first = config.get("max_window_layers", 28)
