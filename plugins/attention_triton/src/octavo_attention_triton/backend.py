@@ -22,10 +22,18 @@ from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
 from octavo_attention_triton.kernels import decode, prefill, write
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.provider import FP8, TritonOptions
-from octavo_attention_triton.tuning import DecodeChoice, Tile, decode_block_n, decode_choice, prefill_tile
+from octavo_attention_triton.tuning import (
+    HOPPER_TOKENS,
+    DecodeChoice,
+    Tile,
+    decode_block_n,
+    decode_choice,
+    hopper_prefill_fits,
+    prefill_tile,
+)
 
 LOG2E = 1.4426950408889634
-MAX_SPLITS = 128
+MAX_SPLITS = 512
 TL_DTYPES = {
     torch.float32: triton.language.float32,
     torch.bfloat16: triton.language.bfloat16,
@@ -75,6 +83,8 @@ class TritonAttention:
         on_cuda = parts.device.type == "cuda"
         self.device = torch.device("cuda", parts.device.index) if on_cuda else torch.device(parts.device.type)
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
+        # Large tiles need 160 KiB of shared memory: compute capability 8.0 and 9.0 have it, 8.6 and 8.9 do not.
+        self.roomy = not on_cuda or torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin >= 160 << 10
         self.pdl = on_cuda and parts.device.capability >= (9, 0)
         self.hopper = on_cuda and parts.device.capability[0] == 9
         # Whether a kernel since `plan` has waited for it: until then no kernel may start before it ends.
@@ -107,6 +117,8 @@ class TritonAttention:
         for bound in groups:
             geometry = self._geometry(bound.group.spec, bound.group.block_size)
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
+                if layer.window is None and bound.group.spec.window is not None:
+                    layer = replace(layer, window=bound.group.spec.window)
                 self._check(layer, cache, geometry)
                 work = self._work(bound, layer, geometry, rows)
                 self._layers[layer.index] = Bound(
@@ -123,22 +135,27 @@ class TritonAttention:
         self._nothing = torch.zeros(1, dtype=torch.float32, device=self.device)
 
     def _descriptor(self, layer: AttentionLayer, cache: torch.Tensor, g: PageGeometry) -> Any:
-        """The cache's TMA descriptor if the Hopper kernel prefills this layer, else None. Raises ValueError if it was asked for and cannot."""
-        if self.options.prefill == "portable" or not self.hopper:
-            fits = False
-        else:
+        """The cache's copy descriptor if the Hopper kernel prefills this layer, else None. ValueError if it is asked for and cannot."""
+        if self.options.prefill == "portable":
+            return None
+        group = layer.num_heads // layer.num_kv_heads
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.hopper and hopper_prefill_fits(
+            k_dim=g.k_dim,
+            v_dim=g.v_dim,
+            page=g.page,
+            group=group,
+            dtype=dtype,
+            kv_dtype=g.dtype,
+            row_align=self.options.row_align,
+        ):
             from octavo_attention_triton.kernels import hopper_prefill
 
-            fits = hopper_prefill.supports(
-                k_dim=g.k_dim, v_dim=g.v_dim, k_row=g.k_row, v_row=g.v_row, page=g.page, bits=self.dtype.itemsize * 8,
-                group=layer.num_heads // layer.num_kv_heads, same_dtype=cache.dtype == self.dtype,
-            )  # fmt: skip
-            if fits:
-                return hopper_prefill.descriptor(cache, g.k_dim, g.page)
-        if self.options.prefill == "hopper" and not fits:
+            return hopper_prefill.descriptor(cache, g.k_dim, g.page)
+        if self.options.prefill == "hopper":
             raise ValueError(
-                f"layer {layer.index}: prefill=hopper needs capability 9 and a 16-bit cache of dim 64 or 128 without row padding, "
-                f"in the query dtype; this is {g.dtype} with dims {g.k_dim} and {g.v_dim}, rows of {g.k_row} and {g.v_row}, page {g.page}"
+                f"layer {layer.index}: prefill=hopper needs capability 9, and a 16-bit cache in the query dtype of dim 64 or 128 without "
+                f"row padding; this is {g.dtype} for {dtype} queries, dims {g.k_dim} and {g.v_dim}, page {g.page}, {group} heads a KV head"
             )
         return None
 
@@ -151,7 +168,11 @@ class TritonAttention:
             )
 
     def _work(self, bound: BoundGroup, layer: AttentionLayer, geometry: PageGeometry, rows: int) -> WorkMap:
-        facts = {"dim": max(layer.k_dim, layer.v_dim), "kv_bytes": ELEMENT_BYTES[geometry.dtype]}
+        facts = {
+            "dim": max(layer.k_dim, layer.v_dim),
+            "kv_bytes": ELEMENT_BYTES[geometry.dtype],
+            "roomy": self.roomy,
+        }
         group = layer.num_heads // layer.num_kv_heads
         alone, crowded = (self._choice(decode_choice(group=group, crowded=c, **facts)) for c in (False, True))
         key = (bound.group.index, layer.window, layer.num_kv_heads, alone, crowded)
@@ -206,13 +227,14 @@ class TritonAttention:
     def _prefill_tokens(self, bound: Bound, step: Step) -> int:
         """Query tokens of one tile."""
         if bound.descriptor is not None:
-            return 128 // int(bound.shape["GROUP"])
+            return HOPPER_TOKENS // int(bound.shape["GROUP"])
         return self._prefill_tile(bound, step).block_m // int(bound.shape["GROUP"])
 
     def _prefill_tile(self, bound: Bound, step: Step) -> Tile:
         return prefill_tile(
             group=bound.shape["GROUP"], dim=max(bound.layer.k_dim, bound.layer.v_dim),
             kv_bytes=ELEMENT_BYTES[bound.geometry.dtype], query_bytes=self.dtype.itemsize, tokens=step.host.max_query_len,
+            roomy=self.roomy,
         )  # fmt: skip
 
     def _tiles(self, step: Step, size: int, window: int | None) -> torch.Tensor:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from octavo.catalog import Accept, Needs, Options, Provider, Reject
 from pydantic import Field
 
+from octavo_attention_triton.tuning import hopper_prefill_fits
+
 DTYPES = ("bfloat16", "float16", "float32")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 MAX_DIM, MAX_GROUP = 256, 64
@@ -49,8 +51,28 @@ def accepts(needs: Needs, options: Any) -> Accept | Reject:
             return Reject(reason)
     return Accept(
         {"block_sizes": (64, 128, 32, 16), "alignment": 16},
-        "a page of 64 tokens is one tile of the decode kernel, found by one look-up",
+        f"a page of 64 tokens is one tile of the decode kernel, found by one look-up; prefill by the {_prefill(needs, kv, options)} kernel",
     )
+
+
+def _prefill(needs: Needs, kv: str, options: Any) -> str:
+    """Which prefill kernel the layers will get, for explain."""
+    choice = getattr(options, "prefill", "auto")
+    if choice == "portable" or needs.device.capability[0] != 9:
+        return "portable"
+    fits = {
+        hopper_prefill_fits(
+            k_dim=layer.k_dim,
+            v_dim=layer.v_dim,
+            page=needs.facts.get("block_size") or 64,
+            group=layer.num_heads // layer.num_kv_heads,
+            dtype=needs.dtype,
+            kv_dtype=kv,
+            row_align=getattr(options, "row_align", 16),
+        )
+        for layer in needs.facts.get("layers") or ()
+    }
+    return "Hopper" if fits == {True} else "portable" if True not in fits else "Hopper or portable, by layer,"
 
 
 def _layer(layer: Any) -> str:

@@ -29,35 +29,54 @@ def _pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def decode_block_n(*, dim: int, kv_bytes: int) -> int:
-    """Tokens of a tile, which the work map is cut by. dim: the larger of k_dim and v_dim; kv_bytes: of a cache element."""
+def decode_block_n(*, dim: int, kv_bytes: int, roomy: bool) -> int:
+    """Tokens of a tile, which the work map is cut by.
+
+    dim: the larger of k_dim and v_dim; kv_bytes: of a cache element; roomy: a program may take 160 KiB of shared memory.
+    """
     d = _pow2(dim)
     if kv_bytes == 4:
         return 32 if d <= 128 else 16
-    return 64 if d <= 128 or kv_bytes == 1 else 32
+    return 64 if d <= 128 or kv_bytes == 1 or roomy else 32
 
 
-def decode_choice(*, group: int, dim: int, kv_bytes: int, crowded: bool) -> DecodeChoice:
+def decode_choice(*, group: int, dim: int, kv_bytes: int, roomy: bool, crowded: bool) -> DecodeChoice:
     """group: query heads a KV head. crowded: there is at least a (row, KV head) for every multiprocessor, so few rows are split.
 
     Alone, a row is latency: deep pipelines of few programs, and a second kernel that all multiprocessors merge in.
     In a crowd it is bandwidth: small programs, and no second launch.
     """
-    n, m, d = decode_block_n(dim=dim, kv_bytes=kv_bytes), max(16, _pow2(group)), _pow2(dim)
+    n, m, d = decode_block_n(dim=dim, kv_bytes=kv_bytes, roomy=roomy), max(16, _pow2(group)), _pow2(dim)
     if kv_bytes == 4:
         return DecodeChoice(Tile(m, n, 4, 2), 2, crowded)
-    if d > 128 or m > 16:
+    if d > 128:
+        if kv_bytes == 1:
+            return DecodeChoice(Tile(m, n, 2, 3), 4, crowded)
+        return DecodeChoice(Tile(m, n, 4, 5 if roomy else 3), 2, crowded)
+    if m > 16:
         return DecodeChoice(Tile(m, n, 4, 3), 3, crowded)
-    if crowded:
+    if crowded and d > 64:
         return DecodeChoice(Tile(m, n, 2, 5 if kv_bytes == 1 else 3), 4, True)
-    return DecodeChoice(Tile(m, n, 4, 5), 4 if kv_bytes == 1 else 3, False)
+    return DecodeChoice(Tile(m, n, 4, 5), 4 if kv_bytes == 1 else 3, crowded)
 
 
-def prefill_tile(*, group: int, dim: int, kv_bytes: int, query_bytes: int, tokens: int) -> Tile:
+def prefill_tile(*, group: int, dim: int, kv_bytes: int, query_bytes: int, tokens: int, roomy: bool) -> Tile:
     """Of the portable kernel. tokens: the longest chunk of the step."""
     d = _pow2(dim)
     if query_bytes == 4:
         return Tile(max(16, _pow2(group)), 16, 4, 2)
-    if tokens * group <= 64 or d > 128:
+    if tokens * group <= 64 or d > 128 or not roomy:
         return Tile(64, 32 if d > 128 else 64, 4, 2)
     return Tile(128, 64 if kv_bytes == 1 else 128, 8, 2)
+
+
+HOPPER_TOKENS = 128
+"""Tokens of a KV tile of the Hopper prefill kernel, and matrix rows of its programs."""
+
+
+def hopper_prefill_fits(*, k_dim: int, v_dim: int, page: int, group: int, dtype: str, kv_dtype: str, row_align: int) -> bool:
+    """Whether the warp-specialised kernel can read such a cache: 16-bit, of dim 64 or 128, rows without padding, pages that
+    tile 128 tokens or are tiled by them."""
+    whole = page % HOPPER_TOKENS == 0 or HOPPER_TOKENS % page == 0
+    plain = k_dim == v_dim and k_dim in (64, 128) and k_dim * 2 % row_align == 0
+    return plain and whole and group <= 64 and dtype == kv_dtype and dtype in ("bfloat16", "float16")

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from octavo_attention_triton.tuning import HOPPER_TOKENS
+
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -325,16 +327,10 @@ def hopper_prefill_kernel(
     )  # fmt: skip
 
 
-BLOCK_M, BLOCK_N = 128, 128  # matrix rows of a program (two consumers of 64), tokens of a tile
+BLOCK_N = HOPPER_TOKENS
 STAGES = 2
 HEADS_LAST = False
 """False: items run head by head, so that one head's K and V stay in the L2 (7-15% on the prefill shapes)."""
-
-
-def supports(*, k_dim: int, v_dim: int, k_row: int, v_row: int, page: int, group: int, same_dtype: bool, bits: int) -> bool:
-    """Whether the kernel can read such a cache: see the module's first lines."""
-    plain = k_dim == v_dim == k_row == v_row and k_dim in (64, 128)
-    return plain and same_dtype and bits == 16 and group <= 64 and (page % BLOCK_N == 0 or BLOCK_N % page == 0)
 
 
 def descriptor(cache: torch.Tensor, dim: int, page: int) -> TensorDescriptor:
