@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from octavo.catalog import Device, Needs, Reject
+from octavo.catalog import Accept, Device, Needs, Reject
 from octavo.config import EngineConfig
-from octavo.interfaces import AttentionLayer, KVSpec
+from octavo.engine.plan import attention_facts
+from octavo.interfaces import AttentionLayer, KVSpec, ModelFacts
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "octavo-attention-sdpa"
@@ -23,7 +24,7 @@ def test_every_quoted_block_is_the_example_s_own_text(file: str, text: str) -> N
 
 
 def test_every_python_block_says_which_file_it_quotes() -> None:
-    assert len(re.findall(r"(?m)^```(?:python|toml)", DOC)) == len(QUOTES) >= 7
+    assert len(re.findall(r"(?m)^```(?:python|toml)", DOC)) == len(QUOTES) >= 8
 
 
 def test_the_tree_that_the_page_shows_is_the_example_s() -> None:
@@ -41,20 +42,17 @@ def test_the_configuration_that_the_page_shows_is_a_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "kv_dtype", "reason"),
-    [
-        ({}, "float8_e4m3fn", "float8_e4m3fn"),
-        ({"softcap": 50.0}, "float32", "softcap 50"),
-        ({"sinks": object()}, "float32", "sinks"),
-    ],
+    ("facts", "reason"),
+    [({"kv_dtype": "float8_e4m3fn"}, "float8_e4m3fn"), ({"softcap": 50.0}, "softcap 50"), ({"sinks": True}, "sinks")],
 )
 def test_the_example_rejects_what_it_cannot_do_with_the_value(
-    layer: dict[str, object], kv_dtype: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    facts: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE / "src"))
     from octavo_attention_sdpa.provider import SdpaOptions, accepts
 
-    one = AttentionLayer(0, 4, 2, 16, 16, 0.25, **layer)  # type: ignore[arg-type]
-    facts = {"layers": (one,), "kv_specs": (KVSpec("full", 2, 16, 16, kv_dtype),), "kv_dtype": kv_dtype, "block_size": None}
-    answer = accepts(Needs("attention", Device(), "float32", facts), SdpaOptions())
+    model = ModelFacts("Test", 512, 64, 512, (AttentionLayer(0, 4, 2, 16, 16, 0.25),), (KVSpec("full", 2, 16, 16, "float32"),))
+    common = attention_facts(model, "float32", None)
+    assert isinstance(accepts(Needs("attention", Device(), "float32", common), SdpaOptions()), Accept)
+    answer = accepts(Needs("attention", Device(), "float32", common | facts), SdpaOptions())
     assert isinstance(answer, Reject) and reason in answer.reason

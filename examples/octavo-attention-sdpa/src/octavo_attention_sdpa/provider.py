@@ -21,11 +21,10 @@ def accepts(needs: Needs, options: SdpaOptions) -> Accept | Reject:
     for spec in needs.facts["kv_specs"]:
         if spec.kind not in ("full", "window"):
             return Reject(f"a layer has a KV cache of kind {spec.kind!r}; this backend keeps full and window caches")
-    for layer in needs.facts["layers"]:
-        if layer.softcap:
-            return Reject(f"layer {layer.index} has softcap {layer.softcap:g}, which scaled_dot_product_attention cannot apply")
-        if layer.sinks is not None:
-            return Reject(f"layer {layer.index} has attention sinks, which scaled_dot_product_attention cannot apply")
+    if softcap := needs.facts["softcap"]:
+        return Reject(f"the model has softcap {softcap:g}, which scaled_dot_product_attention cannot apply")
+    if needs.facts["sinks"]:
+        return Reject("the model has attention sinks, which scaled_dot_product_attention cannot apply")
     return Accept({"block_sizes": (32, 64, 16, 128)}, "scaled_dot_product_attention runs on any device")
 
 
