@@ -378,12 +378,15 @@ class Quantizer(Protocol):
     """A weight format. Called as cls(options, QuantizerParts). Needs.facts for `accepts`: method
     (the name in quantization_config or the flag; "" for none), config, architecture."""
 
-    def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
+    def linear(
+        self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, head: bool = False
+    ) -> Linear:
         """A Linear made of parts (checkpoint module name, output features) side by side: for fused
-        QKV {"q_proj": 576, ...} under prefix "model.layers.0.self_attn". It declares its weights."""
+        QKV {"q_proj": 576, ...} under prefix "model.layers.0.self_attn". It declares its weights.
+        A head gives float32 logits, not rounded to the model's dtype on the way."""
 
     def tied(self, embedding: Callable[[], Tensor], out_features: int) -> Linear:
-        """A head whose weight is the (already filled) input embedding [vocab, hidden]."""
+        """A head, as above, whose weight is the (already filled) input embedding [vocab, hidden]."""
 
 
 class Operators(Protocol):

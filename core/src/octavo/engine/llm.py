@@ -89,7 +89,7 @@ class LLM:
                     self.engine.add(request)
                 except AdmissionRefused as refusal:
                     raise RequestError(refusal.message, param="max_tokens", code=refusal.code) from refusal
-                self._processor.add(request, text, False)
+                self._processor.add(request, text, final_only=True)
             with _progress(len(requests), show) as advance:
                 while self.engine.busy:
                     outputs, aborts = self._processor.process(self.engine.step().events)

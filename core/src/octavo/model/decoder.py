@@ -36,7 +36,7 @@ class Decoder:
 
     def _build_head(self, config: DecoderConfig, parts: ModelParts) -> Linear:
         if not config.tied_head:
-            return parts.linear("", config.hidden_size, {"lm_head": config.vocab_size})
+            return parts.linear("", config.hidden_size, {"lm_head": config.vocab_size}, head=True)
         parts.weights.declare("lm_head.weight", None, _ignore_head, optional=True)
         return parts.tied(self._embedding.parameter.get, config.vocab_size)
 
@@ -57,7 +57,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab] of hidden [S, H]."""
-        return self._head(hidden).float()
+        return self._head(hidden)
 
 
 def _ignore_head(tensor: Tensor) -> None:

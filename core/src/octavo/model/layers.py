@@ -18,12 +18,12 @@ Angles = tuple[Tensor, Tensor]
 
 
 class Parameter:
-    """One checkpoint tensor in the model's dtype, on its device; `get` once it is filled."""
+    """One checkpoint tensor on the model's device, in `dtype` (default: the model's); `get` once it is filled."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], parts: ModelParts) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], parts: ModelParts, dtype: torch.dtype | None = None) -> None:
         self._name = name
         self._value: Tensor | None = None
-        self._dtype, self._device = getattr(torch, parts.dtype), torch_device(parts.device)
+        self._dtype, self._device = dtype or getattr(torch, parts.dtype), torch_device(parts.device)
         parts.weights.declare(name, shape, self._fill)
 
     def _fill(self, tensor: Tensor) -> None:
@@ -47,7 +47,7 @@ class Embedding:
         self._weight = self.parameter.get()
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, H]."""
+        """int64 [T] -> float32 [T, H], the start of the residual stream."""
         return self._op(token_ids, self._weight)  # type: ignore[no-any-return]
 
 
@@ -55,17 +55,18 @@ class Norm:
     """RMS norm of the running sum: adds the last block's output to it, if there is one, and normalises."""
 
     def __init__(self, name: str, hidden: int, eps: float, parts: ModelParts, *, format: str = "plain") -> None:
-        self._parameter = Parameter(f"{name}.weight", (hidden,), parts)
-        self._eps = eps
+        self._parameter = Parameter(f"{name}.weight", (hidden,), parts, torch.float32)
+        self._eps, self._dtype = eps, getattr(torch, parts.dtype)
         self._first, self._next = parts.op("rms_norm", format), parts.op("add_rms_norm", format)
 
     def finish(self) -> None:
         self._weight = self._parameter.get()
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x, residual [T, H] -> (normalised, new residual); residual is None at the first norm of a model."""
+        """x [T, H], residual float32 [T, H] -> (normalised, new residual). At the first norm of a model residual
+        is None and x the embedding."""
         if residual is None:
-            return self._first(x, self._weight, self._eps), x
+            return self._first(x, self._weight, self._eps, self._dtype), x
         return self._next(x, residual, self._weight, self._eps)  # type: ignore[no-any-return]
 
 

@@ -39,18 +39,36 @@ def packs(device: str, dtype: torch.dtype) -> bool:
 
 
 class _Matrix:
-    """A finished weight [out, in]: packed or plain."""
+    """A finished weight [out, in]: packed or plain. The result has the dtype of x."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
-        self._packed = packs(weight.device.type, weight.dtype)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
-        self._linear = torch.ops.mkldnn._linear_pointwise.default if self._packed else None
+        self.packed = packs(weight.device.type, weight.dtype)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self.packed else weight
+        self._linear = torch.ops.mkldnn._linear_pointwise.default if self.packed else None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._linear is None:
             return F.linear(x, self._weight, self._bias)
         return self._linear(x, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+class _HeadMatrix:
+    """A finished head weight [vocab, in] whose result is float32: rounded to bfloat16, logits near 25 tie
+    at every eighth. oneDNN's operator gives what it takes, so a packed head is kept in float32; cuBLAS
+    writes float32 from 16-bit inputs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._cublas = weight.is_cuda and weight.dtype != torch.float32
+        wide = weight.float() if packs(weight.device.type, torch.float32) else weight
+        self._matrix = _Matrix(wide, None if bias is None else bias.to(wide.dtype))
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._cublas:
+            logits = torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+            return logits if self._bias is None else logits.add_(self._bias)
+        return self._matrix(x.float() if self._matrix.packed else x).float()
 
 
 class PlainLinear:
@@ -69,12 +87,14 @@ class PlainLinear:
         weights: Weights,
         device: torch.device,
         dtype: torch.dtype,
+        head: bool = False,
     ) -> None:
         self.out_features = sum(names.values())
+        self._make = _HeadMatrix if head else _Matrix
         self._shape, self._device, self._dtype = (self.out_features, in_features), device, dtype
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        self._matrix: _Matrix | None = None
+        self._matrix: _Matrix | _HeadMatrix | None = None
         self._waiting: set[str] = set()
         offset = 0
         for name, rows in names.items():
@@ -98,7 +118,7 @@ class PlainLinear:
             self._weight[offset : offset + rows].copy_(tensor)
         self._waiting.discard(name)
         if not self._waiting:
-            self._matrix, self._weight = _Matrix(self._weight, self._bias), None
+            self._matrix, self._weight = self._make(self._weight, self._bias), None
 
     def finish(self) -> None:
         if self._matrix is None:
@@ -118,16 +138,16 @@ class TiedLinear:
     def __init__(self, embedding: Callable[[], Tensor], out_features: int) -> None:
         self.out_features = out_features
         self._embedding = embedding
-        self._matrix: _Matrix | None = None
+        self._matrix: _HeadMatrix | None = None
 
     def finish(self) -> None:
         weight = self._embedding()
         if weight.shape[0] != self.out_features:
             raise RuntimeError(f"the tied head has {self.out_features} rows, the embedding {weight.shape[0]}")
-        self._matrix = _Matrix(weight, None)
+        self._matrix = _HeadMatrix(weight, None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [S, hidden] -> [S, vocab]."""
+        """x [S, hidden] -> float32 [S, vocab]."""
         return self._matrix(x)  # type: ignore[misc]
 
 
@@ -140,11 +160,15 @@ class PlainQuantizer:
         self.path = "onednn-packed" if packs(self._device.type, self._dtype) else "torch"
         log.info("linear layers: %s, %s on %s", self.path, parts.dtype, self._device)
 
-    def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> PlainLinear:
+    def linear(
+        self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, head: bool = False
+    ) -> PlainLinear:
         """The parts side by side. Checkpoint names are `prefix.part.weight` and `.bias`; an empty prefix is
-        left out, as for {"lm_head": vocab}."""
+        left out, as for {"lm_head": vocab}. A head's result is float32."""
         names = {f"{prefix}.{part}" if prefix else part: rows for part, rows in parts.items()}
-        return PlainLinear(names, in_features, bias=bias, weights=self._weights, device=self._device, dtype=self._dtype)
+        return PlainLinear(
+            names, in_features, bias=bias, weights=self._weights, device=self._device, dtype=self._dtype, head=head
+        )
 
     def tied(self, embedding: Callable[[], Tensor], out_features: int) -> TiedLinear:
         return TiedLinear(embedding, out_features)

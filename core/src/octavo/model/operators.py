@@ -4,8 +4,9 @@ Owns the signatures, which are the contract of `octavo.interfaces.Operators`: an
 name by another provider takes the same arguments and gives the same values, and is tested against
 these. Must never keep state between calls.
 
-All take the activation format "plain" (tensors of the model's dtype). T is the step's tokens, H the
-hidden size, D a head's width. Reductions are float32 whatever the dtype.
+All take the activation format "plain" (tensors of the model's dtype); the residual stream and norm
+weights are float32. T is the step's tokens, H the hidden size, D a head's width. Reductions are
+float32 whatever the dtype.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from octavo.interfaces import OperatorParts
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of weight [vocab, H] for token_ids int64 [T]: a new tensor [T, H]."""
-    return torch.embedding(weight, token_ids)
+    """Rows of weight [vocab, H] for token_ids int64 [T], as the start of the residual stream: a new
+    float32 tensor [T, H]."""
+    return torch.embedding(weight, token_ids).float()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H] / sqrt(mean(x^2) + eps) * weight [H] (Zhang and Sennrich 2019): a new tensor [T, H]."""
-    return torch.rms_norm(x, weight.shape, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), x float32 [T, H], weight float32 [H]:
+    a new tensor [T, H] of `dtype`."""
+    return torch.rms_norm(x, weight.shape, weight, eps).to(dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), each [T, H]. May overwrite x and residual: the caller uses
-    only what is returned."""
+    """(rms_norm(x + residual) in x's dtype, x + residual float32), each [T, H]. May overwrite residual: the
+    caller uses only what is returned. The stream is float32 because it is a sum over all layers: in
+    bfloat16 a logit near 25 is good to 0.1, which is enough to change a greedy answer."""
     residual = residual.add_(x)
-    return torch.rms_norm(residual, weight.shape, weight, eps), residual
+    return torch.rms_norm(residual, weight.shape, weight, eps).to(x.dtype), residual
 
 
 def qk_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

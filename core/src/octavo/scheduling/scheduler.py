@@ -366,6 +366,8 @@ class ContinuousScheduler:
                 self._computed[sequence.slot] = min(self._computed[sequence.slot], int(batch.start[i]))
             if sequence.state is not State.FINISHED:
                 events.append(self._end(sequence, "error", message))
+        # Rows that left their slot while the step was in flight have published blocks that it never wrote.
+        self._allocator.reset()
         return events
 
     def events(self) -> list[Event]:
