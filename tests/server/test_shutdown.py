@@ -82,6 +82,7 @@ def test_a_drain_refuses_new_requests_lets_short_ones_finish_and_cuts_long_ones(
     short.recv(10)
     began = time.monotonic()
     server.signal()
+    engine.terminate()  # service managers signal every process of a service
     until(lambda: server.status("/ready") == 503, 1, "the server is not ready while it drains")
     assert server.status("/health") == server.status("/ping") == 200
     for body in ({**LONG}, {**LONG, "stream": True}):

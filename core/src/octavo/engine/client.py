@@ -28,7 +28,7 @@ from octavo.request import Request
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 3.0
-"""How long a child gets to leave by itself after CLOSE, and again after SIGTERM."""
+"""How long a child gets to leave by itself after CLOSE."""
 
 
 class EngineProcess:
@@ -110,21 +110,19 @@ class EngineProcess:
             self._on_death(reason)
 
     async def close(self, grace: float = STOP_SECONDS) -> None:
-        """End the child, gently first: `grace` seconds to leave by itself, as many again after SIGTERM,
-        then SIGKILL. Idempotent."""
+        """End the child: `grace` seconds to leave by itself, then SIGKILL (it ignores SIGTERM). Idempotent."""
         if self._closing:
             return
         if self._process is not None and self._process.returncode is None:
             self._send(messages.CLOSE, None)
         self._closing = True
         if self._process is not None:
-            for end, seconds in ((None, grace), (self._process.terminate, grace), (self._process.kill, STOP_SECONDS)):
-                if end is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        end()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), seconds)
-                    break
+            try:
+                await asyncio.wait_for(self._process.wait(), grace)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

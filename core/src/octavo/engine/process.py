@@ -36,9 +36,9 @@ PARENT_CHECK = 1.0
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent dies (Linux); the idle loop checks as well."""
+    """Ask the kernel for SIGKILL when the parent dies (Linux); the idle loop checks as well."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class EngineLoop:
@@ -100,7 +100,10 @@ class EngineLoop:
 def main(address: str) -> int:
     parent = os.getppid()
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    # Ctrl-C reaches the whole process group, and service managers signal every process of a service: if the
+    # engine went at once, the parent would have nothing to drain. The parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
