@@ -42,9 +42,9 @@ def start(long_tiny: Path, tmp_path: Path) -> Iterator[Start]:
         server.stop()
 
 
-def streams(server: Server, count: int) -> list[Any]:
+def streams(server: Server, count: int, **options: Any) -> list[Any]:
     """`count` long streams that have begun."""
-    socks = [post_raw(server, "/v1/completions", {**LONG, "stream": True}) for _ in range(count)]
+    socks = [post_raw(server, "/v1/completions", {**LONG, "stream": True, **options}) for _ in range(count)]
     for sock in socks:
         data = b""
         while data.count(b"data: ") < 5:
@@ -132,7 +132,7 @@ def test_a_second_signal_ends_the_drain_at_once(start: Start) -> None:
 
 def test_a_dead_engine_ends_every_request_and_health_says_so(start: Start) -> None:
     server = start().ready()
-    long = streams(server, 3)
+    long = streams(server, 2) + streams(server, 1, prompt=["one", "two"], n=2)
     plain = post_raw(server, "/v1/completions", LONG)
     time.sleep(0.2)
     server.engine().kill()

@@ -59,6 +59,14 @@ def test_an_unknown_field_is_named_with_the_one_that_was_meant() -> None:
     assert "temperature" in error.message
 
 
+def test_a_missing_field_is_named() -> None:
+    for model, field in ((ChatRequest, "messages"), (CompletionRequest, "prompt"), (DetokenizeRequest, "tokens")):
+        error = refusal(lambda model=model: parse(model, b"{}"))
+        assert (error.param, error.code) == (field, "missing_required_parameter")
+    assert refusal(lambda: chat(messages=[{"content": "x"}])).param == "messages[0].role"
+    assert refusal(lambda: chat(messages=[])).param == "messages"
+
+
 def test_an_unknown_field_inside_a_message_is_named_with_its_place() -> None:
     error = refusal(lambda: chat(messages=[*HELLO, {"role": "user", "content": "x", "colour": "red"}]))
     assert error.param == "messages[1].colour"
