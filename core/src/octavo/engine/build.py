@@ -57,7 +57,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     began = time.perf_counter()
     device = _device(plan)
     tell("model")
-    model, layers, backend = _model(plan, tell)
+    model, layers, backend = _model(plan, device, tell)
     tell("memory")
     pool = Pool(plan.groups, plan.layouts, plan.num_blocks, device)
     bound = [
@@ -120,7 +120,7 @@ def _device(plan: Plan) -> torch.device:
     return torch.device("cpu")
 
 
-def _model(plan: Plan, tell: Progress) -> tuple[Model, dict[int, AttentionLayer], AttentionBackend]:
+def _model(plan: Plan, device: torch.device, tell: Progress) -> tuple[Model, dict[int, AttentionLayer], AttentionBackend]:
     """The model with its weights, its attention layers by index, and the (not yet bound) backend."""
     table = WeightTable()
     quantizer = plan.quantizer.create(QuantizerParts(plan.device, plan.dtype, plan.source.quantization_config or {}, table))
@@ -154,6 +154,7 @@ def _model(plan: Plan, tell: Progress) -> tuple[Model, dict[int, AttentionLayer]
         ignored=adapter.ignored,
         load_format=plan.config.load_format,
         seed=plan.config.seed,
+        device=device,
         progress=lambda done, total: tell("weights", done, total),
     )
     model.finish()

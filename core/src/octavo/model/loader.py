@@ -183,7 +183,7 @@ def load_weights(
     if load_format == "dummy":
         wanted = table.wanted(dtype)
         sizes = {name: _bytes(shape, kind) for name, shape, kind in wanted}
-        tensors = dummies(wanted, seed)
+        tensors = dummies(wanted, seed, device)
     else:
         stored = "gguf" if source.kind == "gguf" else "safetensors"
         if load_format not in ("auto", stored):
