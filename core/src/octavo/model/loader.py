@@ -167,6 +167,7 @@ def load_weights(
     ignored: Callable[[str], bool] = lambda name: False,
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto",
     seed: int = 0,
+    device: torch.device | str = "cpu",
     progress: Progress = lambda done, total: None,
 ) -> LoadReport:
     """Fill every declared tensor exactly once.
@@ -174,7 +175,8 @@ def load_weights(
     dtype is the torch dtype name that dequantised and dummy tensors get; stored tensors keep theirs.
     tied: the model's head shares the embedding, so that an lm_head in the checkpoint is skipped with
     a warning. ignored: names that the architecture knows and does not use (ModelAdapter.ignored).
-    progress is called with stored bytes, before the first tensor and after each. LoadError before any weight is read if the checkpoint does not fit.
+    device is where dummies are made; stored tensors come on the CPU. progress is called with stored bytes,
+    before the first tensor and after each. LoadError before any weight is read if the checkpoint does not fit.
     """
     begun = time.monotonic()
     target: torch.dtype = getattr(torch, dtype)
