@@ -6,6 +6,7 @@ wrongly, so queries are float32 or float16 here and FP8 values are drawn so that
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,29 +21,25 @@ PLUGIN = Path(__file__).parents[2] / "plugins" / "attention_triton" / "src"
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
 
-RAGGED = (1, 15, 16, 17, 33)
-CASES: list[dict[str, Any]] = [
-    {"lens": RAGGED, "new": (1, 1, 1, 1, 1)},
-    {"lens": RAGGED, "new": (1, 15, 1, 5, 20), "sinks": True, "softcap": 3.0},
-    {"lens": (70, 5, 40), "new": (1, 5, 20), "window": 9, "sinks": True, "page": 8},
-    {"lens": (65, 9), "new": (1, 1), "window": 33, "page": 8},
-    {"lens": (70, 3), "new": (1, 3), "heads": 7, "kv_heads": 1, "k_dim": 80, "page": 24},
-    {"lens": (33, 20), "new": (1, 20), "heads": 24, "kv_heads": 1, "k_dim": 32, "page": 128},
-    {"lens": (33, 18), "new": (1, 18), "heads": 4, "kv_heads": 4, "k_dim": 48, "v_dim": 32},
-    {"lens": (40, 17), "new": (1, 17), "dtype": "float16", "page": 32, "k_dim": 96},
-    {
-        "lens": (50, 33),
-        "new": (10, 1),
-        "dtype": "float16",
-        "kv_dtype": "float8_e4m3fn",
-        "k_scale": 0.5,
-        "v_scale": 2.0,
-        "exact": True,
-        "page": 64,
-    },
-    {"lens": (50, 33), "new": (1, 20), "dtype": "float32", "kv_dtype": "float8_e5m2", "exact": True, "k_dim": 32},
+# (shape, lengths, [(row, first new token, new tokens)]): a row with one new token decodes, others prefill
+RAGGED = [1, 15, 16, 17, 33]
+MIXED = [[0, 0, 1], [1, 0, 15], [2, 15, 1], [3, 12, 5], [4, 13, 20]]
+CASES: list[tuple[dict[str, Any], list[int], list[list[int]]]] = [
+    ({}, RAGGED, [[i, n - 1, 1] for i, n in enumerate(RAGGED)]),
+    ({"sinks": True, "softcap": 3.0}, RAGGED, MIXED),
+    ({"window": 9, "sinks": True, "block_size": 8}, [70, 5, 40], [[0, 69, 1], [1, 0, 5], [2, 20, 20]]),
+    ({"window": 33, "block_size": 8}, [65, 9], [[0, 64, 1], [1, 8, 1]]),
+    ({"heads": [7, 1], "k_dim": 80, "block_size": 24}, [70, 3], [[0, 69, 1], [1, 0, 3]]),
+    ({"heads": [24, 1], "k_dim": 32, "block_size": 128}, [33, 20], [[0, 32, 1], [1, 0, 20]]),
+    ({"heads": [4, 4], "k_dim": 48, "v_dim": 32}, [33, 18], [[0, 32, 1], [1, 0, 18]]),
+    ({"dtype": "float16", "block_size": 32, "k_dim": 96}, [40, 17], [[0, 39, 1], [1, 0, 17]]),
+    (
+        {"dtype": "float16", "kv_dtype": "float8_e4m3fn", "k_scale": 0.5, "v_scale": 2.0, "block_size": 64},
+        [50, 33],
+        [[0, 40, 10], [1, 32, 1]],
+    ),
+    ({"kv_dtype": "float8_e5m2", "k_dim": 32}, [50, 33], [[0, 49, 1], [1, 13, 20]]),
 ]
-BARS = {"float32": 1e-5, "float16": 4e-3}
 
 SCRIPT = """
 import json, sys
@@ -55,52 +52,55 @@ def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to i
 interpreter._patch_lang_tensor = patched
 torch.set_num_threads(1)
 from octavo.catalog import Device
+from octavo.interfaces import AttentionParts
+from octavo.testing.attention import check
+from octavo.testing.paged import Scene, Shape, stored
 from octavo_attention_triton.backend import TritonAttention
 from octavo_attention_triton.provider import TritonOptions
-from tests.attention_case import Case, build
-def backend(merge, parts):
-    made = TritonAttention(TritonOptions(merge=merge), parts)
-    made.sms = 5  # as if the CPU had five multiprocessors: rows are split
-    return made
-results = []
-for facts in json.loads(sys.argv[1]):
-    case = Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()})
-    worst = {}
+
+def run(facts, lengths, work, merge):
+    shape = Shape(**{k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()})
+    backend = TritonAttention(TritonOptions(merge=merge), AttentionParts(Device("cpu"), shape.dtype))
+    backend.sms = 5  # as if the CPU had five multiprocessors: rows are split
+    scene = Scene(backend, shape, Device("cpu"), lengths)
+    if shape.kv_dtype:
+        for row in scene.rows:  # values that need no rounding
+            row.k = [stored(x, shape.kv_dtype, shape.k_scale).to(x.dtype) for x in row.k]
+            row.v = [stored(x, shape.kv_dtype, shape.v_scale).to(x.dtype) for x in row.v]
+    starts = {row: start for row, start, _ in work}
+    scene.fill([starts[i] for i in range(len(lengths))])
+    check(scene, [tuple(item) for item in work], lse=True)
+    for row in scene.rows:
+        keys, values = backend.gather(0, row.slot, row.length)
+        assert torch.equal(keys, row.k[0]) and torch.equal(values, row.v[0]), "gather gives back other values than were written"
+
+complaints = []
+for case in json.loads(sys.argv[1]):
+    complaints.append("")
     for merge in ("fused", "kernel"):
-        built = build(case, lambda parts: backend(merge, parts), Device("cpu"))
-        out, lse = built.run()
-        want, want_lse = built.oracle()
-        worst[merge] = [float((out - want).abs().max()), float((lse - want_lse).abs().max()), built.guards_intact()]
-        k, v = built.backend.gather(0, int(built.step.host.rows[0]), case.lens[0])
-        worst[merge].append(float((k.double() - built.keys[0].double()).abs().max()) if not case.kv_dtype or case.exact else 0.0)
-    results.append(worst)
-print(json.dumps(results))
+        try:
+            run(*case, merge)
+        except Exception as error:
+            complaints[-1] += f"{merge}: {type(error).__name__}: {error}; "
+print(json.dumps(complaints))
 """
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, list[Any]]]:
-    """Every case, in one process that has the interpreter on from its first import of triton."""
-    import json
-
+def complaints() -> list[str]:
+    """Of every case, what was wrong: all in one process, which has the interpreter on from its first import of triton."""
     root = Path(__file__).parents[2]
-    env = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(root), str(PLUGIN), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES)], capture_output=True, text=True, env=env, timeout=240
-    )
+    path = os.pathsep.join([str(root), str(PLUGIN), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, list[Any]]] = json.loads(done.stdout)
+    found: list[str] = json.loads(done.stdout)
     return found
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: " ".join(f"{k}={v}" for k, v in CASES[i].items()))
-def test_the_kernels_compute_attention_in_hostile_memory(index: int, results: list[dict[str, list[Any]]]) -> None:
-    bar = BARS[CASES[index].get("dtype", "float32")]
-    for merge, (error, lse_error, guards, stored) in results[index].items():
-        assert error < bar, f"out is off by {error} where splits are merged by {merge}"
-        assert lse_error < bar, f"lse is off by {lse_error} where splits are merged by {merge}"
-        assert guards, "a block outside the pool was written"
-        assert stored == 0.0, f"gather gives back other keys than were written: {stored}"
+@pytest.mark.parametrize(
+    "index", range(len(CASES)), ids=lambda i: " ".join(f"{k}={v}" for k, v in CASES[i][0].items()) or "plain"
+)
+def test_the_kernels_compute_attention_in_hostile_memory(index: int, complaints: list[str]) -> None:
+    assert not complaints[index], complaints[index]

@@ -136,15 +136,17 @@ def _softmax(
 
 
 @gluon.jit
-def _zero_tail(v, tile, end_token, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
-    """Slots past the sequence's end may hold NaN, which a probability of zero does not erase. Both consumers write
-    the same bytes here, so neither needs to know how far the other is."""
+def _zero_outside(v, tile, low, high, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
+    """Zero the values of tokens outside [low, high): past the sequence's end, or before a window in blocks that have been
+    given back, memory may hold NaN, which a probability of zero does not erase. Both consumers write the same bytes here,
+    so neither needs to know how far the other is."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     for i in gl.static_range(BLOCK_N // 16):
-        row = tile * BLOCK_N + i * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        token = tile * BLOCK_N + i * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
         part = v.slice(i * 16, 16, 0)
-        part.store(gl.where((row < end_token)[:, None], part.load(layout), 0.0))
+        part.store(gl.where(((token >= low) & (token < high))[:, None], part.load(layout), 0.0))
     fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -235,6 +237,11 @@ def _consume(
         mbarrier.arrive(k_empty.index(stage), count=1)
         pf, m, den, _ = _softmax(s, m, den, first, position, scale, softcap, window, BLOCK_N, s_layout, SOFTCAP, WINDOW, True)
         p = gl.convert_layout(pf.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+        if WINDOW:
+            low = position0 - window + 1
+            if low > first * BLOCK_N:
+                mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+                _zero_outside(v_smem.index(stage), first, low, end_token, BLOCK_N, DIM)
         count += 1
 
         o = gl.zeros([64, DIM], gl.float32, o_layout)
@@ -261,8 +268,7 @@ def _consume(
         stage = (count - 1) % STAGES
         mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
         if end * BLOCK_N > end_token:
-            _zero_tail(v_smem.index(stage), end - 1, end_token, BLOCK_N, DIM)
-            gl.thread_barrier()
+            _zero_outside(v_smem.index(stage), end - 1, 0, end_token, BLOCK_N, DIM)
         o = warpgroup_mma(p, v_smem.index(stage), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_empty.index(stage), count=1)

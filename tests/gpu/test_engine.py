@@ -1,0 +1,83 @@
+"""The whole engine on a GPU: the tokens of a CPU in float32, graphs against eager, pressure against none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.engine.harness import alone, make_engine, request, run  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+PROMPTS = [[9, 30, 77], list(range(60, 83)), [100] * 17, [9 + i % 200 for i in range(90)]]
+
+
+def gpu_engine(path: Path, **options: Any) -> Any:
+    return make_engine(path, **{"device": "cuda", "num_threads": None, "num_gpu_blocks_override": 64, **options})
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_float32_tokens_equal_the_cpus(tiny: Path, eager: bool) -> None:
+    cpu = make_engine(tiny, num_gpu_blocks_override=64)
+    gpu = gpu_engine(tiny, enforce_eager=eager, block_size=16, max_num_batched_tokens=16)
+    for prompt in PROMPTS:
+        want = alone(cpu, request(cpu, "a", prompt, max_tokens=24, ignore_eos=True))["a", 0].tokens
+        got = alone(gpu, request(gpu, "a", prompt, max_tokens=24, ignore_eos=True))["a", 0].tokens
+        assert got == want
+
+
+@pytest.mark.parametrize("count", [3, 5, 7, 8, 9])
+def test_padded_batches_leave_everybodys_blocks_alone(tiny: Path, count: int) -> None:
+    """S24: batches between two buckets."""
+    gpu = gpu_engine(tiny, block_size=16, max_num_seqs=16)
+    prompts = [list(range(40 + i, 60 + 2 * i)) for i in range(count)]
+    together = run(gpu, [request(gpu, str(i), p, max_tokens=20, ignore_eos=True) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        solo = alone(gpu, request(gpu, "solo", prompt, max_tokens=20, ignore_eos=True))
+        assert together[str(i), 0].tokens == solo["solo", 0].tokens
+
+
+def test_preemption_and_the_prefix_cache_change_no_token(tiny: Path) -> None:
+    gpu = gpu_engine(tiny, block_size=8, num_gpu_blocks_override=16, max_num_seqs=4, max_num_batched_tokens=32)
+    roomy = gpu_engine(tiny, block_size=8)
+    asks = [{"prompt": list(range(40, 60)) + [70 + i], "max_tokens": 40, "ignore_eos": True} for i in range(4)]
+    outcomes = run(gpu, [request(gpu, str(i), **ask) for i, ask in enumerate(asks)])
+    assert gpu.stats().preemptions > 0
+    for i, ask in enumerate(asks):
+        assert outcomes[str(i), 0].tokens == alone(roomy, request(roomy, "a", **ask))["a", 0].tokens
+
+
+def test_bfloat16_logprobs_are_near_the_cpus_in_float32(tiny: Path) -> None:
+    cpu = make_engine(tiny, num_gpu_blocks_override=64)
+    gpu = gpu_engine(tiny, dtype="bfloat16", block_size=16)
+    for prompt in PROMPTS:
+        want = run(cpu, [request(cpu, "a", prompt, max_tokens=1, prompt_logprobs=0)])["a", 0].events[0].prompt_logprobs
+        got = run(gpu, [request(gpu, "a", prompt, max_tokens=1, prompt_logprobs=0)])["a", 0].events[0].prompt_logprobs
+        assert want is not None and got is not None
+        for a, b in zip(want[1:], got[1:], strict=True):
+            assert a is not None and b is not None
+            assert abs(a.logprob - b.logprob) < 0.05 * (1 + abs(a.logprob))
+
+
+def test_sampling_parameters_work_on_the_device(tiny: Path) -> None:
+    gpu = gpu_engine(tiny, block_size=16)
+    fields = [
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.7, "seed": 3, "top_p": 0.8, "top_k": 30},
+        {"temperature": 1.0, "seed": 3, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.3, "logprobs": 3},
+        {"temperature": 0.0, "logit_bias": {77: 50.0}, "min_tokens": 4},
+        {"temperature": 1.0, "seed": 3, "n": 3},
+    ]
+    asks = [{"prompt": PROMPTS[1], "max_tokens": 12, **f} for f in fields]
+    together = run(gpu, [request(gpu, str(i), **ask) for i, ask in enumerate(asks)])
+    for i, ask in enumerate(asks):
+        solo = alone(gpu, request(gpu, "solo", **ask))
+        for sample in range(ask.get("n", 1)):
+            assert together[str(i), sample].tokens == solo["solo", sample].tokens
