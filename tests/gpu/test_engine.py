@@ -47,7 +47,7 @@ def test_padded_batches_leave_everybodys_blocks_alone(tiny: Path, count: int) ->
 def test_preemption_and_the_prefix_cache_change_no_token(tiny: Path) -> None:
     gpu = gpu_engine(tiny, block_size=8, num_gpu_blocks_override=16, max_num_seqs=4, max_num_batched_tokens=32)
     roomy = gpu_engine(tiny, block_size=8)
-    asks = [{"prompt": list(range(40, 60)) + [70 + i], "max_tokens": 40, "ignore_eos": True} for i in range(4)]
+    asks = [{"prompt": [*range(40, 60), 70 + i], "max_tokens": 40, "ignore_eos": True} for i in range(4)]
     outcomes = run(gpu, [request(gpu, str(i), **ask) for i, ask in enumerate(asks)])
     assert gpu.stats().preemptions > 0
     for i, ask in enumerate(asks):

@@ -16,7 +16,7 @@ from octavo.engine.executor import ExecutorParts, InlineExecutor
 from octavo.engine.runner import ModelRunner
 from octavo.hookspecs import hookimpl
 from octavo.interfaces import Handle
-from octavo.request import Batch
+from octavo.request import Batch, Result
 
 
 class LateOptions(Options):
@@ -55,7 +55,7 @@ class _Fault:
     def done(self) -> bool:
         return True
 
-    def wait(self) -> None:  # type: ignore[override]
+    def wait(self) -> Result:
         raise RuntimeError(f"injected fault in step {self._step}")
 
 
