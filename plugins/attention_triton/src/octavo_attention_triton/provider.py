@@ -20,7 +20,9 @@ class TritonOptions(Options):
     row_align: int = Field(16, ge=16, le=256, multiple_of=16, description="Bytes that cache rows are rounded up to.")
     ctas_per_sm: int | None = Field(None, ge=1, le=16, description="Decode programs a multiprocessor that rows are split for.")
     merge: Literal["auto", "fused", "kernel"] = Field("auto", description="Who adds up the splits of a row.")
-    fp8_v_transposed: bool = Field(True, description="Keep V of an FP8 cache as [head, dim, slot].")
+    fp8_v_transposed: bool = Field(
+        True, description="Keep V of an FP8 cache as [head, dim, slot] (blocks of 64 tokens or a multiple)."
+    )
     prefill: Literal["auto", "portable", "hopper"] = Field(
         "auto", description="Prefill kernel; hopper is warp-specialised, for 16-bit caches of dim 64 or 128 on capability 9."
     )

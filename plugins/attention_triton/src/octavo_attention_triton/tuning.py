@@ -55,7 +55,7 @@ def decode_choice(*, group: int, dim: int, kv_bytes: int, roomy: bool, crowded: 
         return DecodeChoice(Tile(m, n, 4, 5 if roomy else 3), 2, crowded)
     if m > 16:
         return DecodeChoice(Tile(m, n, 4, 3), 3, crowded)
-    if crowded and d > 64:
+    if crowded and d > 64 and not (kv_bytes == 1 and group == 1):
         return DecodeChoice(Tile(m, n, 2, 5 if kv_bytes == 1 else 3), 4, True)
     return DecodeChoice(Tile(m, n, 4, 5), 4 if kv_bytes == 1 else 3, crowded)
 
