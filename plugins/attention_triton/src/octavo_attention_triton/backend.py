@@ -224,6 +224,7 @@ class TritonAttention:
             if key not in lists:
                 lists[key] = self._tiles(step, *key)
         step.scratch["triton.tiles"] = lists
+        step.scratch["triton.decodes"] = bool((step.host.query_lens == 1).any())
 
     def _prefill_tokens(self, bound: Bound, step: Step) -> int:
         """Query tokens of one tile."""
@@ -293,9 +294,10 @@ class TritonAttention:
     def run(self, layer: int, step: Step, q: torch.Tensor, out: torch.Tensor, *, lse: torch.Tensor | None = None) -> torch.Tensor:
         """Causal attention of q [T, heads, k_dim]; fills out [T, heads, v_dim] and lse (natural log, float32 [T, heads])."""
         bound = self._layers[layer]
-        if step.host.max_query_len <= 1 or bool((step.host.query_lens == 1).any()):
+        prefills = step.host.max_query_len > 1
+        if not prefills or step.scratch["triton.decodes"]:
             self._decode(bound, step, q, out, lse)
-        if step.host.max_query_len > 1:
+        if prefills:
             self._prefill(bound, step, q, out, lse)
         return out
 

@@ -65,9 +65,9 @@ def prefill_tile(*, group: int, dim: int, kv_bytes: int, query_bytes: int, token
     d = _pow2(dim)
     if query_bytes == 4:
         return Tile(max(16, _pow2(group)), 16, 4, 2)
-    if tokens * group <= 64 or d > 128 or not roomy:
+    if tokens * group <= 64 or d > 128 or kv_bytes == 1 or not roomy:
         return Tile(64, 32 if d > 128 else 64, 4, 2)
-    return Tile(128, 64 if kv_bytes == 1 else 128, 8, 2)
+    return Tile(128, 128, 8, 2)
 
 
 HOPPER_TOKENS = 128
