@@ -71,20 +71,16 @@ class Norm:
 
 
 class HeadNorm:
-    """RMS norm of every q and k head, with one weight for all q heads and one for all k heads (Qwen3)."""
+    """Weights of the RMS norm of every q and k head: one for all q heads and one for all k heads (Qwen3)."""
 
     def __init__(self, name: str, config: DecoderConfig, parts: ModelParts) -> None:
         shape = (config.head_dim,)
         self._q, self._k = Parameter(f"{name}.q_norm.weight", shape, parts), Parameter(f"{name}.k_norm.weight", shape, parts)
-        self._heads, self._kv_heads, self._eps = config.num_heads, config.num_kv_heads, config.norm_eps
-        self._op = parts.op("qk_norm")
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
 
-    def finish(self) -> None:
-        self._weight = torch.cat((self._q.get().expand(self._heads, -1), self._k.get().expand(self._kv_heads, -1)))
-
-    def __call__(self, qk: Tensor) -> Tensor:
-        """[T, q heads + k heads, D] -> the same shape."""
-        return self._op(qk, self._weight, self._eps)  # type: ignore[no-any-return]
+    def finish(self) -> Tensor:
+        """[q heads + k heads, D]."""
+        return torch.cat((self._q.get().expand(self._heads, -1), self._k.get().expand(self._kv_heads, -1)))
 
 
 class SelfAttention:
@@ -96,7 +92,8 @@ class SelfAttention:
         self.qkv = parts.linear(name, config.hidden_size, widths, bias=config.qkv_bias)
         self.output = parts.linear(name, heads * dim, {"o_proj": config.hidden_size}, bias=config.o_bias)
         self.norm = HeadNorm(name, config, parts) if config.qk_norm else None
-        self._rope = parts.op("rope")
+        self._norm_weight: Tensor | None = None
+        self._eps, self._norm_rope = config.norm_eps, parts.op("qk_norm_rope")
         self._attend = parts.attention(layer)
         self._heads, self._dim, self._width = (heads, kv_heads), dim, heads * dim
         self._split = (heads + kv_heads, kv_heads)
@@ -105,14 +102,13 @@ class SelfAttention:
         self.qkv.finish()
         self.output.finish()
         if self.norm is not None:
-            self.norm.finish()
+            self._norm_weight = self.norm.finish()
 
     def __call__(self, step: Step, x: Tensor, angles: Angles) -> Tensor:
         """[T, H] -> [T, H]."""
         qk, v = self.qkv(x).view(-1, sum(self._split), self._dim).split_with_sizes(self._split, 1)
-        if self.norm is not None:
-            qk = self.norm(qk)
-        q, k = self._rope(qk, *angles).split_with_sizes(self._heads, 1)
+        qk = self._norm_rope(qk, self._norm_weight, self._eps, *angles)
+        q, k = qk.split_with_sizes(self._heads, 1)
         return self.output(self._attend(step, q, k, v).view(-1, self._width))
 
 

@@ -41,6 +41,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return torch.rms_norm(residual, weight.shape, weight, eps).to(x.dtype), residual
 
 
+def qk_norm_rope(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of x [T, heads, D] (q heads, then k heads), after an RMS norm of every head on its own by weight
+    [heads, D] where there is one. cos and sin are those of `rope`. Returns [T, heads, D]; may overwrite x."""
+    return rope(x if weight is None else qk_norm(x, weight, eps), cos, sin)
+
+
 def qk_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm of every head on its own: x [T, heads, D], weight [heads, D] (q heads, then k heads)."""
     return torch.rms_norm(x, weight.shape[1:], None, eps).mul_(weight)
@@ -68,8 +74,7 @@ OPERATORS: dict[tuple[str, str], Callable[..., Any]] = {
     ("embedding", "plain"): embedding,
     ("rms_norm", "plain"): rms_norm,
     ("add_rms_norm", "plain"): add_rms_norm,
-    ("qk_norm", "plain"): qk_norm,
-    ("rope", "plain"): rope,
+    ("qk_norm_rope", "plain"): qk_norm_rope,
     ("silu_mul", "plain"): silu_mul,
 }
 

@@ -1,0 +1,60 @@
+"""A Linear of one to four rows: read the weight once, at the speed of memory.
+
+A program holds BLOCK_N whole rows of the weight in registers: all its loads are in flight at once and there is
+no loop to start up. They are issued before the wait for the preceding kernel (weights are written by no step),
+so with programmatic dependent launch the weight arrives while the input is still being computed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo_ops_triton.launch import Launcher, begin, rows
+
+MAX_ROWS = 4
+HELD = 8192
+"""Weight values that a program holds at most: 64 a thread."""
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr, weight_ptr, out_ptr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of all M rows."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    weight = tl.load(weight_ptr + n.to(tl.int64)[:, None] * WEIGHT_STRIDE + k[None, :], mask=mask, other=0.0)
+    begin(PDL)
+    for m in tl.static_range(M):
+        x = tl.load(x_ptr + m * X_STRIDE + k, mask=k < K, other=0.0).to(tl.float32)
+        y = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+        tl.store(out_ptr + m * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def wins(m: int, n: int, k: int) -> bool:
+    """Whether `small_linear` takes the shape and was measured to be faster there than cuBLAS (benchmarks/RESULTS.md)."""
+    return 0 < m <= MAX_ROWS and k <= HELD and n >= 512
+
+
+def small_linear(launch: Launcher, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """x [M, K] times weight [N, K] transposed: a new tensor [M, N] of `dtype` (default x's), summed in float32.
+
+    M is 1 to 4 and K at most 8192: `wins` says where it pays. weight must have been written before the
+    preceding kernel was launched."""
+    (m, k), n = x.shape, weight.shape[0]
+    if not (0 < m <= MAX_ROWS and k <= HELD and weight.shape[1] == k):
+        raise ValueError(
+            f"small_linear: x {list(x.shape)}, weight {list(weight.shape)}: 1 to {MAX_ROWS} rows of up to {HELD} are taken"
+        )
+    out = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device)
+    block_k = triton.next_power_of_2(k)
+    block_n = max(1, min(16, HELD // block_k))
+    constants = (m, n, k, rows(x, "small_linear"), rows(weight, "small_linear"), block_n, block_k)
+    launch(linear_kernel, (triton.cdiv(n, block_n), 1), (x, weight, out), constants, warps=4)
+    return out

@@ -1,0 +1,37 @@
+"""The operators that this plugin offers, bound to one launcher.
+
+Owns which (name, format) there are; arithmetic is in kernels/, signatures are those of
+`octavo.model.operators` (`draw` and `small_linear` have no counterpart there: their functions say what
+they compute). Holds no state but compiled kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from octavo.interfaces import OperatorParts
+
+from octavo_ops_triton.kernels import activation, draw, embedding, linear, norm, rope
+from octavo_ops_triton.launch import Launcher
+from octavo_ops_triton.provider import TritonOptions
+
+
+class TritonOperators:
+    """interfaces.Operators on Triton kernels. Nothing here waits for the device, and all of it may be captured."""
+
+    def __init__(self, options: TritonOptions, parts: OperatorParts) -> None:
+        launcher = Launcher(pdl=options.pdl and parts.device.type == "cuda" and parts.device.capability >= (9, 0))
+        functions: dict[str, Callable[..., Any]] = {
+            "embedding": embedding.embedding,
+            "rms_norm": norm.rms_norm,
+            "add_rms_norm": norm.add_rms_norm,
+            "qk_norm_rope": rope.qk_norm_rope,
+            "silu_mul": activation.silu_mul,
+            "draw": draw.draw,
+            "small_linear": linear.small_linear,
+        }
+        self.ops: Mapping[tuple[str, str], Callable[..., Any]] = {
+            (name, "plain"): partial(function, launcher) for name, function in functions.items()
+        }
