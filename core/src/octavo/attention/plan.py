@@ -8,7 +8,6 @@ the unused tail of a block is never read, not even to be masked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +19,13 @@ from octavo.interfaces import KVGroup, Step
 SHORT_QUERY = 16
 """Rows with at most this many new tokens are computed together, padded to the longest; longer ones alone."""
 
+KEY_STEP = 16
+"""Keys of a short tile are padded to a multiple of this: a matrix library that generates code for each
+shape (oneDNN takes up to half a millisecond) then meets a new one every 16th step, not every step."""
+
 ROW_BLOCK = 64
-"""Queries of one long row that are computed at a time: its scores are [kv_heads, group * 64, keys]."""
+"""Queries of one long row that are computed at a time: its scores are [kv_heads, group * 64, keys]. Blocks
+end at positions that are multiples of it, so that their shapes recur."""
 
 
 @dataclass(slots=True)
@@ -29,10 +33,9 @@ class ShortTile:
     """B rows of at most Q new tokens over at most L keys each, computed as one batch.
 
     queries: int64 [B * Q] into the step's tokens (a row with fewer repeats its last; None: the whole
-    step in order). entries: int64 [2 * B * kv_heads * L], K then V (padding repeats the row's
-    last key). hidden: bool
-    [B, 1, Q, 1, L - clear], True where the key is not visible; None: everything is. The first `clear`
-    keys are visible to all.
+    step in order). entries: int64 [2 * B * kv_heads * L], K then V (padding repeats the row's last
+    key). hidden: bool [B, 1, Q, 1, L - clear], True where the key is not visible; None: everything is.
+    The first `clear` keys are visible to all.
     """
 
     size: int
@@ -65,53 +68,86 @@ class GroupPlan:
     long: list[LongTile]
 
 
-def plan_group(step: Step, group: KVGroup) -> GroupPlan:
-    """Plan one group; tensors are on the step's device."""
-    heads, size, window = group.spec.heads, group.block_size, group.spec.window
-    host = step.host
-    queries, lengths = host.query_lens, host.seq_lens
-    starts = np.cumsum(queries) - queries
-    firsts = np.maximum(0, lengths - queries - window + 1) if window else np.zeros_like(lengths)
-    table = step.tables[group.index]
+@dataclass(slots=True)
+class _Rows:
+    """Columns over attention rows, int64 on the host: new tokens, tokens after the step, first step token,
+    first key that any new token sees, and the state-table row."""
 
-    def entries(rows: np.ndarray, positions: Tensor) -> Tensor:
-        """Entries [2 * B * kv_heads * L] of positions [B, L] of state-table rows [B]."""
-        blocks = table[torch.from_numpy(rows).to(table.device)].gather(1, positions // size).long()
-        plane = torch.arange(2, device=table.device).view(2, 1, 1, 1)
-        head = torch.arange(heads, device=table.device).view(1, 1, heads, 1)
-        lines = (blocks[:, None] * 2 + plane) * heads + head
-        return lines.mul_(size).add_((positions % size)[:, None]).view(-1)
+    new: np.ndarray
+    ends: np.ndarray
+    starts: np.ndarray
+    firsts: np.ndarray
+    slots: np.ndarray
 
-    slots = step.slot_mapping[group.index].unsqueeze(1)
-    lines = (slots // size) * (2 * heads) + torch.arange(2 * heads, device=slots.device)
-    writes = lines.mul_(size).add_(slots % size).view(-1)
+    def pick(self, chosen: np.ndarray) -> _Rows:
+        return _Rows(*(getattr(self, name)[chosen] for name in self.__slots__))
 
-    short = [
-        _short_tile(rows, queries, lengths, firsts, starts, window, step, entries) for rows in _buckets(queries, lengths - firsts)
-    ]
-    long = []
-    for i in np.flatnonzero(queries > SHORT_QUERY):
-        first, end = int(firsts[i]), int(lengths[i])
-        positions = torch.arange(first, end, device=table.device).unsqueeze(0)
-        long.append(
-            LongTile(
-                start=int(starts[i]),
-                length=int(queries[i]),
-                position=end - int(queries[i]),
-                first=first,
-                entries=entries(host.rows[i : i + 1], positions),
-            )
+
+class GroupPlanner:
+    """Plans steps of one KV group, whose cache is on `device`."""
+
+    def __init__(self, group: KVGroup, device: torch.device) -> None:
+        self._index, self._size, self._window = group.index, group.block_size, group.spec.window
+        self._device = device
+        self._planes = torch.arange(2 * group.spec.heads, device=device)  # K heads, then V heads
+
+    def plan(self, step: Step) -> GroupPlan:
+        host = step.host
+        new, ends = host.query_lens, host.seq_lens
+        firsts = np.maximum(0, ends - new - self._window + 1) if self._window else np.zeros_like(ends)
+        rows = _Rows(new, ends, np.cumsum(new) - new, firsts, host.rows)
+        table = step.tables[self._index]
+        slots = step.slot_mapping[self._index].unsqueeze(1)
+        return GroupPlan(
+            writes=(slots // self._size * len(self._planes) + self._planes).mul_(self._size).add_(slots % self._size).view(-1),
+            short=[self._short(rows.pick(chosen), table, host.num_tokens) for chosen in _buckets(new, ends - firsts)],
+            long=[self._long(rows, int(i), table) for i in np.flatnonzero(new > SHORT_QUERY)],
         )
-    return GroupPlan(writes, short, long)
+
+    def entries(self, blocks: Tensor, positions: Tensor) -> Tensor:
+        """Entries [2, B, kv_heads, L], flat, of positions [B, L] that lie in blocks int32 [B, L]."""
+        lines = blocks.long()[None, :, None] * len(self._planes) + self._planes.view(2, 1, -1, 1)
+        return lines.mul_(self._size).add_((positions % self._size).unsqueeze(1)).view(-1)
+
+    def _long(self, rows: _Rows, i: int, table: Tensor) -> LongTile:
+        first, end, new = int(rows.firsts[i]), int(rows.ends[i]), int(rows.new[i])
+        positions = torch.arange(first, end, device=self._device)
+        blocks = table[int(rows.slots[i])].index_select(0, positions // self._size)
+        entries = self.entries(blocks.unsqueeze(0), positions.unsqueeze(0))
+        return LongTile(int(rows.starts[i]), new, end - new, first, entries)
+
+    def _short(self, rows: _Rows, table: Tensor, num_tokens: int) -> ShortTile:
+        new, ends = rows.new, rows.ends[:, None]
+        size, query_len = len(new), int(new.max())
+        keys = -(-int((rows.ends - rows.firsts).max()) // KEY_STEP) * KEY_STEP
+        queries = None
+        at = ends - 1  # [B, Q], position of each query
+        if size != num_tokens:
+            offsets = np.minimum(np.arange(query_len), new[:, None] - 1)
+            queries = self._send((rows.starts[:, None] + offsets).reshape(-1))
+            at = ends - new[:, None] + offsets
+        positions = rows.firsts[:, None] + np.arange(keys)  # [B, L], past the row's end where it is padded
+        held = self._send(np.minimum(positions, ends - 1))
+        blocks = table[self._send(rows.slots)].gather(1, held // self._size)
+        hidden = positions[:, None] > at[:, :, None]
+        if self._window and query_len > 1:
+            hidden |= positions[:, None] <= at[:, :, None] - self._window
+        columns = hidden.any((0, 1))
+        clear = int(columns.argmax()) if columns.any() else keys
+        mask = self._send(np.ascontiguousarray(hidden[:, None, :, None, clear:])) if clear < keys else None
+        return ShortTile(size, queries, query_len, self.entries(blocks, held), keys, mask, clear)
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
 
 
-def _buckets(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
-    """Indices of the short rows, in lists whose members have about as many keys and queries, so that
-    padding stays below twice the work; ascending within a list."""
-    rows = np.flatnonzero(queries <= SHORT_QUERY)
+def _buckets(new: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
+    """Indices of the short rows, ascending, in lists whose members have about as many keys, so that padding
+    stays below twice the work; rows of one new token apart from the others."""
+    rows = np.flatnonzero(new <= SHORT_QUERY)
     buckets: list[np.ndarray] = []
     for decode in (True, False):
-        chosen = rows[(queries[rows] == 1) == decode]
+        chosen = rows[(new[rows] == 1) == decode]
         chosen = chosen[np.argsort(-keys[chosen], kind="stable")]
         while len(chosen):
             longest = int(keys[chosen[0]])
@@ -120,43 +156,3 @@ def _buckets(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
             buckets.append(np.sort(chosen[:count]))
             chosen = chosen[count:]
     return buckets
-
-
-def _short_tile(
-    rows: np.ndarray,
-    queries: np.ndarray,
-    lengths: np.ndarray,
-    firsts: np.ndarray,
-    starts: np.ndarray,
-    window: int | None,
-    step: Step,
-    entries: Callable[[np.ndarray, Tensor], Tensor],
-) -> ShortTile:
-    device = step.positions.device
-    new, ends, first = queries[rows], lengths[rows], firsts[rows]
-    query_len, keys = int(new.max()), int((ends - first).max())
-
-    offsets = np.minimum(np.arange(query_len), new[:, None] - 1)  # [B, Q], a short row repeats its last query
-    whole = len(rows) == step.host.num_tokens
-    chosen = None if whole else torch.from_numpy((starts[rows, None] + offsets).reshape(-1)).to(device)
-
-    positions = first[:, None] + np.arange(keys)  # [B, L], past the row's end where it is padded
-    held = torch.from_numpy(np.minimum(positions, ends[:, None] - 1)).to(device)
-    at = (ends - new)[:, None] + offsets  # [B, Q], position of each query
-    hidden = positions[:, None, :] > at[:, :, None]
-    if window:
-        hidden |= positions[:, None, :] <= at[:, :, None] - window
-    columns = hidden.any((0, 1))
-    clear = int(columns.argmax()) if columns.any() else keys
-    mask = None
-    if clear < keys:
-        mask = torch.from_numpy(np.ascontiguousarray(hidden[:, None, :, None, clear:])).to(device)
-    return ShortTile(
-        size=len(rows),
-        queries=chosen,
-        query_len=query_len,
-        entries=entries(step.host.rows[rows], held),
-        keys=keys,
-        hidden=mask,
-        clear=clear,
-    )

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.attention.plan import ROW_BLOCK, GroupPlan, LongTile, ShortTile, plan_group
+from octavo.attention.plan import ROW_BLOCK, GroupPlan, GroupPlanner, LongTile, ShortTile
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVGroup, KVSpec, Limits, Step
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -51,7 +51,7 @@ class TorchAttention:
     def __init__(self, options: Any, parts: AttentionParts) -> None:
         self._dtype: torch.dtype = getattr(torch, parts.dtype)
         self._compute = torch.float32 if self._dtype == torch.float16 else self._dtype
-        self._groups: tuple[KVGroup, ...] = ()
+        self._planners: dict[str, GroupPlanner] = {}  # by the key of step.scratch that holds their plans
         self._layers: dict[int, _Layer] = {}
         self._tables: tuple[Tensor, ...] = ()  # the state table's, whose buffers outlive a step
 
@@ -63,8 +63,9 @@ class TorchAttention:
         return CacheLayout(spec.dtype, shape, math.prod(shape) * dtype.itemsize, "[k or v, kv_head, slot, width]")
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
-        self._groups = tuple(bound.group for bound in groups)
         for bound in groups:
+            key = f"attention.torch.{bound.group.index}"
+            self._planners[key] = GroupPlanner(bound.group, bound.caches[0].device)
             for facts, cache in zip(bound.layers, bound.caches, strict=True):
                 entries = cache.view(-1, cache.shape[-1])
                 if cache.dtype in _FLOAT8:
@@ -72,15 +73,15 @@ class TorchAttention:
                 sinks = facts.sinks
                 if sinks is not None:
                     sinks = sinks.to(cache.device, torch.float32).view(facts.num_kv_heads, -1)
-                self._layers[facts.index] = _Layer(facts, _plan_key(bound.group), bound.group, cache, entries, sinks)
+                self._layers[facts.index] = _Layer(facts, key, bound.group, cache, entries, sinks)
 
     def prepare(self, step: Step) -> None:
         """Nothing: there are no graphs to prepare for."""
 
     def plan(self, step: Step) -> None:
         self._tables = step.tables
-        for group in self._groups:
-            step.scratch[_plan_key(group)] = plan_group(step, group)
+        for key, planner in self._planners.items():
+            step.scratch[key] = planner.plan(step)
 
     def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
         bound, plan = self._at(layer, step)
@@ -103,14 +104,13 @@ class TorchAttention:
         if not self._tables:
             raise RuntimeError("gather needs the block tables, which come with the first planned step")
         bound = self._layers[layer]
-        heads, size = bound.group.spec.heads, bound.group.block_size
         table = self._tables[bound.group.index]
         positions = torch.arange(length, device=table.device)
         # Blocks that a window has given back have no entry (-1): their tokens read block 0, unspecified.
-        blocks = table[row].gather(0, positions // size).long().clamp_(min=0)
-        lines = blocks[None, :, None] * 2 + torch.arange(2, device=table.device).view(2, 1, 1)
-        lines = lines * heads + torch.arange(heads, device=table.device)
-        keys, values = self._read(bound, (lines * size + (positions % size)[:, None]).view(-1), (length, heads))
+        blocks = table[row].index_select(0, positions // bound.group.block_size).clamp_(min=0)
+        entries = self._planners[bound.plan].entries(blocks.unsqueeze(0), positions.unsqueeze(0))
+        keys, values = self._read(bound, entries, (bound.group.spec.heads, length))
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         return keys.to(self._dtype), values.to(self._dtype)
 
     def copy_blocks(self, group: int, source: Tensor, target: Tensor) -> None:
@@ -147,9 +147,10 @@ class TorchAttention:
         facts, window = layer.facts, layer.group.spec.window
         heads, group = facts.num_kv_heads, facts.num_heads // facts.num_kv_heads
         keys, values = self._read(layer, tile.entries, (heads, tile.position + tile.length - tile.first))
-        for at in range(0, tile.length, ROW_BLOCK):
-            rows = slice(tile.start + at, tile.start + min(at + ROW_BLOCK, tile.length))
-            new = rows.stop - rows.start
+        at = 0
+        while at < tile.length:
+            new = min(tile.length - at, ROW_BLOCK - (tile.position + at) % ROW_BLOCK)
+            rows = slice(tile.start + at, tile.start + at + new)
             # Of the gathered keys these queries see some in [low, own + new); `own` is the first one's own key.
             own = tile.position + at - tile.first
             low = max(0, own - window + 1) if window else 0
@@ -168,6 +169,7 @@ class TorchAttention:
             _place(out[rows], None, found.view(1, heads, new, group, -1))
             if lse is not None and sums is not None:
                 _place(lse[rows].unsqueeze(-1), None, sums.unsqueeze(-1))
+            at += new
 
     # ------------------------------------------------------------ the cache
 
@@ -225,10 +227,6 @@ def _encode(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         return x.to(dtype)
     limit = torch.finfo(dtype).max
     return (x.float() / scale).clamp_(-limit, limit).to(dtype).view(torch.uint8)
-
-
-def _plan_key(group: KVGroup) -> str:
-    return f"attention.torch.{group.index}"
 
 
 def _hide(scores: Tensor, own: int, window: int | None) -> None:
