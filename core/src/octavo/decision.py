@@ -87,6 +87,10 @@ class OperatorSet:
     table: Mapping[tuple[str, str], Callable[..., Any]]
     served_by: Mapping[tuple[str, str], str]
 
+    def find(self, name: str, format: str = "plain") -> Callable[..., Any] | None:
+        """An operator that nobody has to offer; None where nobody does."""
+        return self.table.get((name, format))
+
     def __call__(self, name: str, format: str = "plain") -> Callable[..., Any]:
         try:
             return self.table[name, format]

@@ -17,6 +17,7 @@ from octavo.attention.layer import PagedAttention
 from octavo.cache.pool import Pool
 from octavo.catalog import Catalog
 from octavo.config import EngineConfig
+from octavo.decision import OperatorSet
 from octavo.engine.engine import Engine
 from octavo.engine.executor import ExecutorParts
 from octavo.engine.plan import Plan, plan_engine
@@ -57,7 +58,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     began = time.perf_counter()
     device = _device(plan)
     tell("model")
-    model, layers, backend = _model(plan, device, tell)
+    model, layers, backend, operators = _model(plan, device, tell)
     tell("memory")
     pool = Pool(plan.groups, plan.layouts, plan.num_blocks, device)
     bound = [
@@ -65,7 +66,13 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
         for group, layout in zip(plan.groups, plan.layouts, strict=True)
     ]
     backend.bind(bound, plan.limits)
-    sampler = Sampler(plan.limits.max_num_seqs, plan.facts.vocab_size, device, valid_vocab=_valid_vocab(plan))
+    sampler = Sampler(
+        plan.limits.max_num_seqs,
+        plan.facts.vocab_size,
+        device,
+        valid_vocab=_valid_vocab(plan),
+        draw=operators.find("draw"),
+    )
     allocator = plan.allocator.create(
         AllocatorParts(
             groups=plan.groups,
@@ -120,8 +127,10 @@ def _device(plan: Plan) -> torch.device:
     return torch.device("cpu")
 
 
-def _model(plan: Plan, device: torch.device, tell: Progress) -> tuple[Model, dict[int, AttentionLayer], AttentionBackend]:
-    """The model with its weights, its attention layers by index, and the (not yet bound) backend."""
+def _model(
+    plan: Plan, device: torch.device, tell: Progress
+) -> tuple[Model, dict[int, AttentionLayer], AttentionBackend, OperatorSet]:
+    """The model with its weights, its attention layers by index, the (not yet bound) backend, the operators."""
     table = WeightTable()
     quantizer = plan.quantizer.create(QuantizerParts(plan.device, plan.dtype, plan.source.quantization_config or {}, table))
     backend = plan.attention.create(AttentionParts(plan.device, plan.dtype))
@@ -158,7 +167,7 @@ def _model(plan: Plan, device: torch.device, tell: Progress) -> tuple[Model, dic
         progress=lambda done, total: tell("weights", done, total),
     )
     model.finish()
-    return model, layers, backend
+    return model, layers, backend, operators
 
 
 def _valid_vocab(plan: Plan) -> int | None:

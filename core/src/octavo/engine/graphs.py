@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from octavo.engine.inputs import StateTable
 from octavo.interfaces import AttentionBackend, Limits, Model, Step, StepHost
 from octavo.request import Batch
+from octavo.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +35,32 @@ class _Bucket:
 
     def __init__(self, size: int, state: StateTable, device: torch.device) -> None:
         self.size = size
-        # Rows and start positions: all that the host sends for a decode step.
-        self.columns = torch.zeros((2, size), dtype=torch.int64, device=device)
+        # Rows, start positions, seeds, temperatures (float64 bits): all that the host sends for a decode step.
+        self.columns = torch.zeros((4, size), dtype=torch.int64, device=device)
         self.columns[0] = state.scratch_row
         self.query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.index = torch.arange(size, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits: Tensor | None = None
+        self.step: Step | None = None  # the one that was captured: its tensors are what replays read
+        self.answer: Answer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """logits float32 [rows, vocab]. With a fused draw also tokens int32 [rows], already in the state table, and
+    failed bool [rows], as they are right for rows that ask for no more than a temperature."""
+
+    logits: Tensor
+    tokens: Tensor | None = None
+    failed: Tensor | None = None
+
+    def first(self, rows: int) -> Answer:
+        """Without the padding."""
+        return Answer(*(None if t is None else t[:rows] for t in (self.logits, self.tokens, self.failed)))  # type: ignore[arg-type]
 
 
 class DecodeGraphs:
-    """`run` answers a decode batch with its logits, or None where the step is none for a graph.
+    """`run` answers a decode batch, or says None where the step is none for a graph.
 
     capture False runs the same padded step eagerly: what a graph computes, on any device, for tests.
     """
@@ -52,21 +69,22 @@ class DecodeGraphs:
         self,
         model: Model,
         attention: AttentionBackend,
+        sampler: Sampler,
         state: StateTable,
         limits: Limits,
         device: torch.device,
         *,
         capture: bool = True,
     ) -> None:
-        self._model, self._attention, self._state = model, attention, state
+        self._model, self._attention, self._sampler, self._state = model, attention, sampler, state
         self._device, self._capture = device, capture
         self._sizes = bucket_sizes(limits.max_num_seqs)
         self._buckets: dict[int, _Bucket] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
         self.seconds = 0.0  # spent capturing, in all
 
-    def run(self, batch: Batch) -> Tensor | None:
-        """float32 logits [sampled rows, vocab] of a batch in which every row computes and samples one token."""
+    def run(self, batch: Batch) -> Answer | None:
+        """The answer to a batch in which every row computes and samples one token."""
         rows = len(batch.slots)
         if batch.num_tokens != rows or not batch.sample.all() or not (batch.num_new == 1).all():
             return None
@@ -79,28 +97,41 @@ class DecodeGraphs:
         if self._capture and bucket.graph is None:
             self._record(bucket, host)
         if bucket.graph is None:
-            return self._forward(bucket, host)[:rows]
-        self._attention.prepare(self._step(bucket, host))
+            return self._forward(bucket, host).first(rows)
+        assert bucket.step is not None and bucket.answer is not None
+        bucket.step.host = host
+        self._attention.prepare(bucket.step)
         bucket.graph.replay()
-        assert bucket.logits is not None
-        return bucket.logits[:rows]
+        return bucket.answer.first(rows)
 
     def _fill(self, bucket: _Bucket, batch: Batch) -> None:
-        """One copy: state-table rows and start positions, padding included."""
-        columns = np.zeros((2, bucket.size), np.int64)
+        """One copy of everything that the host knows of the step, padding included."""
+        rows = len(batch.slots)
+        columns = np.zeros((4, bucket.size), np.int64)
         columns[0] = self._state.scratch_row
-        columns[0, : len(batch.slots)], columns[1, : len(batch.slots)] = batch.slots, batch.start
+        columns[0, :rows], columns[1, :rows] = batch.slots, batch.start
+        if self._sampler.draw is not None:
+            temperature, columns[2, :rows] = self._sampler.columns(batch.slots)
+            columns[3, :rows] = temperature.view(np.int64)
         bucket.columns.copy_(self._state.send(columns), non_blocking=True)
 
     def _step(self, bucket: _Bucket, host: StepHost) -> Step:
         rows, positions = bucket.columns[0], bucket.columns[1]
         return self._state.decode_step(rows, positions, bucket.query_start, bucket.index, host)
 
-    def _forward(self, bucket: _Bucket, host: StepHost) -> Tensor:
-        step = self._step(bucket, host)
+    def _forward(self, bucket: _Bucket, host: StepHost) -> Answer:
+        step = bucket.step = self._step(bucket, host)
         self._attention.prepare(step)
         self._attention.plan(step)
-        return self._model.logits(self._model.forward(step))
+        logits = self._model.logits(self._model.forward(step))
+        if self._sampler.draw is None:
+            return Answer(logits)
+        rows, start, seed, temperature = bucket.columns.unbind()
+        after = start + 1
+        vocab = self._sampler.vocab
+        tokens, failed = self._sampler.draw(logits, temperature.view(torch.float64).float(), seed, after, vocab)
+        self._state.tokens[rows, after] = tokens
+        return Answer(logits, tokens, failed)
 
     def _record(self, bucket: _Bucket, host: StepHost) -> None:
         """Run once outside the graph (kernels compile, libraries allocate), then capture."""
@@ -112,7 +143,7 @@ class DecodeGraphs:
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            bucket.logits = self._forward(bucket, host)
+            bucket.answer = self._forward(bucket, host)
         bucket.graph = graph
         self.seconds += time.perf_counter() - began
         log.info("captured the decode graph of %d rows in %.2f s", bucket.size, time.perf_counter() - began)

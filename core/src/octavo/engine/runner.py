@@ -58,7 +58,9 @@ class ModelRunner:
 
     def use_graphs(self, *, capture: bool = True) -> None:
         """Run pure decode steps padded to buckets, from captured graphs (or, for tests, the same eagerly)."""
-        self._graphs = DecodeGraphs(self._model, self._attention, self._state, self._limits, self._device, capture=capture)
+        self._graphs = DecodeGraphs(
+            self._model, self._attention, self._sampler, self._state, self._limits, self._device, capture=capture
+        )
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:
@@ -67,13 +69,17 @@ class ModelRunner:
         self._admit(batch)
         self._state.apply(batch)
         rows = np.flatnonzero(batch.sample)
-        prompts: dict[int, list[TokenLogprobs]] = {}
-        logits = self._graphs.run(batch) if self._graphs is not None else None
-        if logits is None:
+        answer = self._graphs.run(batch) if self._graphs is not None else None
+        if answer is None:
             logits, prompts = self._eager(batch)
+        else:
+            logits, prompts = answer.logits, {}
         if not len(rows):
             return self._handle(batch, rows, None, prompts)
         slots, positions = batch.slots[rows], batch.start[rows] + batch.num_new[rows]
+        if answer is not None and answer.tokens is not None and self._sampler.plain(slots, positions):
+            assert answer.failed is not None
+            return self._handle(batch, rows, Sampled.plain(answer.tokens, answer.failed), prompts)
         sampled = self._sampler.sample(logits, slots, positions, self._state.tokens)
         at = self._ids(np.stack([slots, positions]))
         self._state.tokens[at[0], at[1]] = sampled.tokens

@@ -8,6 +8,7 @@ table. A row's token is a function of its own logits, tokens, parameters, seed a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,6 +56,12 @@ class Sampled:
     keep: np.ndarray
     values: Logprobs | None
 
+    @classmethod
+    def plain(cls, tokens: Tensor, failed: Tensor) -> Sampled:
+        """Of rows of which none wants logprobs."""
+        none = np.zeros(0, np.int64)
+        return cls(tokens, failed, none, none, None)
+
     def to_host(self) -> Sampled:
         """A copy on the host; started, not waited for, where it comes from a GPU."""
         values = None if self.values is None else self.values.to_host()
@@ -69,18 +76,44 @@ class Sampled:
         return {int(row): entry for row, entry in zip(self.rows, entries, strict=True) if not failed[row]}
 
 
+DrawOperator = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""The operator ("draw", "plain"): (logits float32 [S, width], temperature float32 [S] (0: greedy), seed int64 [S],
+position int64 [S], vocab) -> (tokens int32 [S], failed bool [S]). A row's token depends on its own row only."""
+
+
 class Sampler:
     """Built once for a model. `vocab` is the width of its logits; only ids below valid_vocab (those that the
-    tokenizer knows; default all) are ever chosen."""
+    tokenizer knows; default all) are ever chosen. draw: a fused operator that replaces the draw of this
+    module for every row (the noise must not depend on who else is in the batch)."""
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device | str = "cpu", *, valid_vocab: int | None = None) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab: int,
+        device: torch.device | str = "cpu",
+        *,
+        valid_vocab: int | None = None,
+        draw: DrawOperator | None = None,
+    ) -> None:
         self.vocab = min(vocab, valid_vocab or vocab)
         self.state = SamplerState(max_rows, self.vocab)
+        self.draw = draw
         self._device = torch.device(device)
 
     def admit(self, slot: int, params: SamplingParams, seed: int, eos_ids: tuple[int, ...], num_prompt: int) -> None:
         """Remember what the sequence that enters `slot` asks for."""
         self.state.set(slot, params, seed, eos_ids, num_prompt)
+
+    def plain(self, slots: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether none of these rows asks for more than a temperature: `draw` alone then answers the step."""
+        state = self.state
+        special = state.biased[slots] | state.penalised[slots] | state.truncated[slots] | (state.logprobs[slots] >= 0)
+        return not (special | (positions - state.num_prompt[slots] < state.min_tokens[slots])).any()
+
+    def columns(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What `draw` needs of these rows: temperature float64 (0 for greedy rows) and seed int64."""
+        state = self.state
+        return np.where(state.greedy[slots], 0.0, state.temperature[slots]), state.seed[slots].view(np.int64)
 
     def sample(self, logits: Tensor, slots: Ids, positions: Ids, tokens: Tensor) -> Sampled:
         """Choose the token at positions[i] of the sequence in slots[i] from logits[i].
@@ -147,6 +180,8 @@ class Sampler:
 
     def _choose(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         """(int64 [S] tokens, bool [S] rows in which every token is excluded)."""
+        if self.draw is not None:
+            return self._choose_fused(self.draw, logits, slots, positions)
         greedy = self.state.greedy[slots]
         if greedy.all():
             best, at = logits.max(-1)
@@ -160,7 +195,28 @@ class Sampler:
             tokens[index], empty[index] = self._choose(logits.index_select(0, index), slots[part], positions[part])
         return tokens, empty
 
+    def _choose_fused(
+        self, fused: DrawOperator, logits: Tensor, slots: np.ndarray, positions: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """The same through a fused draw; truncated rows are cut first and then drawn at temperature 1."""
+        temperature, seed = self.columns(slots)
+        cut = np.flatnonzero(self.state.truncated[slots] & (temperature > 0))
+        if len(cut):
+            logits = logits.clone()
+            index = self._send(cut)
+            logits[index] = self._truncated(logits.index_select(0, index), slots[cut])[0][:, : self.vocab]
+            temperature[cut] = 1.0
+        warmth = self._send(temperature.astype(np.float32))
+        tokens, failed = fused(logits, warmth, self._send(seed), self._send(positions.astype(np.int64)), self.vocab)
+        return tokens.long(), failed
+
     def _draw(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        x, best = self._truncated(logits, slots)
+        tokens = draw(x, self._send(uniforms(self.state.seed[slots], positions)))
+        return tokens.clamp_(max=self.vocab - 1), best.squeeze(1) == float("-inf")
+
+    def _truncated(self, logits: Tensor, slots: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(logits minus their maximum, over the temperature, -inf where truncated [S, whole blocks]; the maximum)."""
         state = self.state
         best = logits.amax(-1, keepdim=True)
         x = logits.new_full((len(slots), -(-self.vocab // BLOCK) * BLOCK), float("-inf"))
@@ -177,8 +233,7 @@ class Sampler:
                 part = x.index_select(0, self._send(cut))
                 truncate(part, state.min_p[mine], state.top_k[mine], state.top_p[mine])
                 x.index_copy_(0, self._send(cut), part)
-        tokens = draw(x, self._send(uniforms(state.seed[slots], positions)))
-        return tokens.clamp_(max=self.vocab - 1), best.squeeze(1) == float("-inf")
+        return x, best
 
     def _send(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, non_blocking=True)
