@@ -1,74 +1,23 @@
 """Linear layers with weights as the checkpoint has them: float32, bfloat16 or float16.
 
-Owns how such weights lie in memory. On a CPU whose oneDNN takes the dtype they are reordered once
-into oneDNN's blocked layout and only that copy is kept: 1.5 to 2 times as fast as a plain matrix for
-up to 16 rows. Everywhere else they are plain matrices. `path` says which, and the choice is logged.
+Owns the gathering of a layer's checkpoint matrices into one; how that one lies in memory is
+`octavo.model.matrix`. `PlainQuantizer.path` names the format of the layers, and the choice is logged.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.catalog import Device
 from octavo.interfaces import QuantizerParts, Weights
+from octavo.model.matrix import Matrix, PackedMatrix, PlainMatrix, head_matrix, layer_matrix, packs
 
 log = logging.getLogger(__name__)
-
-
-@cache
-def packs(device: str, dtype: torch.dtype) -> bool:
-    """Whether Linears of this device type and dtype are packed by oneDNN in this process: torch was built
-    with it, it has the two operators (private, but used by torch's own compiler), and it takes the dtype."""
-    if device != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    ops = torch.ops.mkldnn
-    if not (hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")):
-        return False
-    if dtype == torch.bfloat16:
-        return bool(ops._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(ops._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
-
-
-class _Matrix:
-    """A finished weight [out, in]: packed or plain. The result has the dtype of x."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._bias = bias
-        self.packed = packs(weight.device.type, weight.dtype)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self.packed else weight
-        self._linear = torch.ops.mkldnn._linear_pointwise.default if self.packed else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._linear is None:
-            return F.linear(x, self._weight, self._bias)
-        return self._linear(x, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
-
-
-class _HeadMatrix:
-    """A finished head weight [vocab, in] whose result is float32: rounded to bfloat16, logits near 25 tie
-    at every eighth. oneDNN's operator gives what it takes, so a packed head is kept in float32; cuBLAS
-    writes float32 from 16-bit inputs."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._cublas = weight.is_cuda and weight.dtype != torch.float32
-        wide = weight.float() if packs(weight.device.type, torch.float32) else weight
-        self._matrix = _Matrix(wide, None if bias is None else bias.to(wide.dtype))
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._cublas:
-            logits = torch.mm(x, self._weight.t(), out_dtype=torch.float32)
-            return logits if self._bias is None else logits.add_(self._bias)
-        return self._matrix(x.float() if self._matrix.packed else x).float()
 
 
 class PlainLinear:
@@ -90,11 +39,11 @@ class PlainLinear:
         head: bool = False,
     ) -> None:
         self.out_features = sum(names.values())
-        self._make = _HeadMatrix if head else _Matrix
+        self._make = head_matrix if head else layer_matrix
         self._shape, self._device, self._dtype = (self.out_features, in_features), device, dtype
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        self._matrix: _Matrix | _HeadMatrix | None = None
+        self._matrix: Matrix | None = None
         self._waiting: set[str] = set()
         offset = 0
         for name, rows in names.items():
@@ -138,13 +87,14 @@ class TiedLinear:
     def __init__(self, embedding: Callable[[], Tensor], out_features: int) -> None:
         self.out_features = out_features
         self._embedding = embedding
-        self._matrix: _HeadMatrix | None = None
+        self._matrix: Matrix | None = None
 
     def finish(self) -> None:
         weight = self._embedding()
         if weight.shape[0] != self.out_features:
             raise RuntimeError(f"the tied head has {self.out_features} rows, the embedding {weight.shape[0]}")
-        self._matrix = _HeadMatrix(weight, None)
+        self._matrix = head_matrix(weight, None)
+        log.info("tied head: %s", self._matrix.name)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [S, hidden] -> float32 [S, vocab]."""
@@ -152,12 +102,12 @@ class TiedLinear:
 
 
 class PlainQuantizer:
-    """interfaces.Quantizer of unquantised weights. `path` is "onednn-packed" or "torch"."""
+    """interfaces.Quantizer of unquantised weights. `path` is "onednn-packed" or "torch": the layers' format."""
 
     def __init__(self, options: Any, parts: QuantizerParts) -> None:
         self._device, self._dtype = torch_device(parts.device), getattr(torch, parts.dtype)
         self._weights = parts.weights
-        self.path = "onednn-packed" if packs(self._device.type, self._dtype) else "torch"
+        self.path = (PackedMatrix if packs(self._device.type, self._dtype) else PlainMatrix).name
         log.info("linear layers: %s, %s on %s", self.path, parts.dtype, self._device)
 
     def linear(
