@@ -111,6 +111,14 @@ def test_a_linear_of_few_rows(ops: dict[str, Any], m: int, n: int, k: int) -> No
     assert wide.dtype == FP32 and float((wide.double() - want).abs().max()) < 1e-5
 
 
+def test_an_address_off_the_alignment_finds_a_kernel_of_its_own(ops: dict[str, Any]) -> None:
+    """Kernels are kept by what they were compiled for: one for aligned pointers must not serve the others."""
+    flat = torch.randn(2 * 2 * 512 + 8).to(BF16)
+    for offset in (0, 1, 0, 3, 8):
+        x = flat[offset : offset + 2048].view(2, 1024)
+        near(ops["silu_mul"](x), oracle.silu_mul(x.double()))
+
+
 # ---------------------------------------------------------------- draw
 
 

@@ -31,29 +31,50 @@ def begin(PDL: tl.constexpr):
 
 
 class Launcher:
-    """Calls kernels whose parameters are run-time arguments first, then constants, the last of them PDL."""
+    """Calls kernels whose parameters are pointers, then numbers, then constants, the last of them PDL. For one device.
+
+    Triton's launch hooks (its profilers) see only the first launch of a kernel."""
 
     def __init__(self, *, pdl: bool) -> None:
         self.pdl = pdl
         self._extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(
-        self, kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: tuple[Any, ...], *, warps: int
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        *,
+        warps: int,
     ) -> None:
-        """args: tensors, integers below 2^31 (declared do_not_specialize) and floats; constants in declared order."""
+        """numbers: integers below 2^31, declared do_not_specialize, and floats; constants: in declared order."""
         if grid[0] == 0:
             return
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        aligned = tuple(t.data_ptr() % ALIGNMENT == 0 for t in tensors)
-        key = (id(kernel), tensors[0].get_device(), constants, warps, aligned, *(t.dtype for t in tensors))
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[(*grid, 1)](*args, *constants, self.pdl)
+        pointers = [t.data_ptr() for t in tensors]
+        low = 0
+        for pointer in pointers:
+            low |= pointer
+        key = (id(kernel), constants, warps, low % ALIGNMENT == 0, *[t.dtype for t in tensors])
+        found = self._compiled.get(key)
+        if found is None:
+            self._compile(key, kernel, grid, (*tensors, *numbers, *constants, self.pdl), tensors[0].get_device(), warps)
             return
-        compiled = kernel[grid](*args, *constants, self.pdl, num_warps=warps, **self._extra)
-        if compiled is not None:  # Triton's interpreter compiles nothing
-            self._compiled[key] = compiled
+        run, function, metadata, stream, device = found
+        # None: no launch metadata and no hooks. Addresses instead of tensors: Triton need not ask the driver about them.
+        run(*grid, 1, stream(device), function, metadata, None, None, None, *pointers, *numbers, *constants, self.pdl)
+
+    def _compile(self, key: Any, kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], device: int, warps: int) -> None:
+        """The first launch goes Triton's way; what it compiled is kept."""
+        compiled = kernel[grid](*args, num_warps=warps, **self._extra)
+        if compiled is None:  # Triton's interpreter compiles nothing
+            return
+        # Pointers that are not all aligned share a key although the kernel was compiled for some of them: go Triton's way each time.
+        if key[3]:
+            stream = triton.runtime.driver.active.get_current_stream
+            self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, stream, device)
 
 
 def rows(x: Tensor, what: str) -> int:

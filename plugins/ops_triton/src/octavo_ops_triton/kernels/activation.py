@@ -29,5 +29,5 @@ def silu_mul(launch: Launcher, gate_up: Tensor) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     constants = (rows(gate_up, "silu_mul"), size, BLOCK)
-    launch(silu_mul_kernel, (tokens, triton.cdiv(size, BLOCK)), (gate_up, out), constants, warps=4)
+    launch(silu_mul_kernel, (tokens, triton.cdiv(size, BLOCK)), (gate_up, out), (), constants, warps=4)
     return out

@@ -171,7 +171,8 @@ def draw(
     at = torch.empty((count, splits), dtype=torch.int32, device=logits.device)
     bad = torch.empty_like(at)
     constants = (rows(logits, "draw"), valid_vocab, tiles, QUARTER)
-    launch(scan_kernel, (count, splits), (logits, temperature, seed, position, best, at, bad, each, splits), constants, warps=4)
+    tensors = (logits, temperature, seed, position, best, at, bad)
+    launch(scan_kernel, (count, splits), tensors, (each, splits), constants, warps=4)
     block = triton.next_power_of_2(tiles)
-    launch(choose_kernel, (count, 1), (best, at, bad, tokens, failed, splits), (block,), warps=1)
+    launch(choose_kernel, (count, 1), (best, at, bad, tokens, failed), (splits,), (block,), warps=1)
     return tokens, failed

@@ -33,5 +33,5 @@ def embedding(launch: Launcher, token_ids: Tensor, weight: Tensor) -> Tensor:
     vocab, size = weight.shape
     out = torch.empty((len(token_ids), size), dtype=torch.float32, device=weight.device)
     constants = (rows(weight, "embedding"), vocab, size, BLOCK)
-    launch(embedding_kernel, (len(token_ids), triton.cdiv(size, BLOCK)), (token_ids, weight, out), constants, warps=4)
+    launch(embedding_kernel, (len(token_ids), triton.cdiv(size, BLOCK)), (token_ids, weight, out), (), constants, warps=4)
     return out

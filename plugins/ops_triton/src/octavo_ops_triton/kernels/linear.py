@@ -15,8 +15,9 @@ from torch import Tensor
 from octavo_ops_triton.launch import Launcher, begin, rows
 
 MAX_ROWS = 4
+MAX_K = 16384
 HELD = 8192
-"""Weight values that a program holds at most: 64 a thread."""
+"""Weight values that a program of four warps holds, 64 a thread."""
 
 
 @triton.jit
@@ -39,22 +40,27 @@ def linear_kernel(
 
 def wins(m: int, n: int, k: int) -> bool:
     """Whether `small_linear` takes the shape and was measured to be faster there than cuBLAS (benchmarks/RESULTS.md)."""
-    return 0 < m <= MAX_ROWS and k <= HELD and n >= 512
+    return k <= MAX_K and (m == 1 or (0 < m <= MAX_ROWS and n <= 2048))
+
+
+def _tile(block_k: int) -> tuple[int, int]:
+    """(rows of the weight, warps) of a program."""
+    return max(1, min(16, HELD // block_k)), 8 if block_k > HELD else 4
 
 
 def small_linear(launch: Launcher, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed: a new tensor [M, N] of `dtype` (default x's), summed in float32.
 
-    M is 1 to 4 and K at most 8192: `wins` says where it pays. weight must have been written before the
+    M is 1 to 4 and K at most 16384: `wins` says where it pays. weight must have been written before the
     preceding kernel was launched."""
     (m, k), n = x.shape, weight.shape[0]
-    if not (0 < m <= MAX_ROWS and k <= HELD and weight.shape[1] == k):
+    if not (0 < m <= MAX_ROWS and k <= MAX_K and weight.shape[1] == k):
         raise ValueError(
-            f"small_linear: x {list(x.shape)}, weight {list(weight.shape)}: 1 to {MAX_ROWS} rows of up to {HELD} are taken"
+            f"small_linear: x {list(x.shape)}, weight {list(weight.shape)}: 1 to {MAX_ROWS} rows of up to {MAX_K} are taken"
         )
     out = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device)
     block_k = triton.next_power_of_2(k)
-    block_n = max(1, min(16, HELD // block_k))
+    block_n, warps = _tile(block_k)
     constants = (m, n, k, rows(x, "small_linear"), rows(weight, "small_linear"), block_n, block_k)
-    launch(linear_kernel, (triton.cdiv(n, block_n), 1), (x, weight, out), constants, warps=4)
+    launch(linear_kernel, (triton.cdiv(n, block_n), 1), (x, weight, out), (), constants, warps=warps)
     return out

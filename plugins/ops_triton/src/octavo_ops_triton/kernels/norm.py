@@ -53,7 +53,7 @@ def _launch(launch: Launcher, x: Tensor, residual: Tensor, weight: Tensor, out: 
     size = x.shape[1]
     block = triton.next_power_of_2(size)
     constants = (rows(x, "rms_norm"), rows(residual, "rms_norm"), size, block, add)
-    launch(norm_kernel, (x.shape[0], 1), (x, residual, weight, out, eps), constants, warps=_warps(block))
+    launch(norm_kernel, (x.shape[0], 1), (x, residual, weight, out), (eps,), constants, warps=_warps(block))
 
 
 def _warps(block: int) -> int:

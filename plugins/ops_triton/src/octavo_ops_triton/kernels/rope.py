@@ -67,6 +67,6 @@ def qk_norm_rope(launch: Launcher, x: Tensor, weight: Tensor | None, eps: float,
         *(x.stride(0), x.stride(1), heads, dim, rotary, weight is not None, BLOCK_H),
         *(triton.next_power_of_2(rotary // 2), triton.next_power_of_2(rest) if rest else 0),
     )
-    args = (x, x if weight is None else weight, cos, sin, eps)
-    launch(rope_kernel, (tokens, triton.cdiv(heads, BLOCK_H)), args, constants, warps=4)
+    tensors = (x, x if weight is None else weight, cos, sin)
+    launch(rope_kernel, (tokens, triton.cdiv(heads, BLOCK_H)), tensors, (eps,), constants, warps=4)
     return x
