@@ -26,9 +26,8 @@ from octavo_ops_triton.launch import Launcher, begin, rows
 
 QUARTER = 512
 TILE = 4 * QUARTER
-PROGRAMS = 2048
-"""About how many programs share a step's logits: 15 a multiprocessor of an H200, so that the last ones to run
-are a small part of the whole."""
+PROGRAMS = 4096
+"""About how many programs share a step's logits, so that the last ones to run are a small part of the whole."""
 
 LN2 = tl.constexpr(0.6931471805599453)
 ROUNDS = tl.constexpr(7)

@@ -39,8 +39,14 @@ def linear_kernel(
 
 
 def wins(m: int, n: int, k: int) -> bool:
-    """Whether `small_linear` takes the shape and was measured to be faster there than cuBLAS (benchmarks/RESULTS.md)."""
-    return k <= MAX_K and (m == 1 or (0 < m <= MAX_ROWS and n <= 2048))
+    """Whether `small_linear` takes the shape and is faster there than cuBLAS, after the measurements in
+    benchmarks/RESULTS.md: always for one row, less often the more rows there are, because each is another pass over
+    the registers. Three rows were not measured and are judged as four."""
+    if m == 1:
+        return k <= MAX_K
+    if m == 2:
+        return k <= HELD and (n <= 4096 or k >= 4096)
+    return 0 < m <= MAX_ROWS and n <= 2048 and k <= HELD
 
 
 def _tile(block_k: int) -> tuple[int, int]:
