@@ -119,6 +119,16 @@ def test_an_address_off_the_alignment_finds_a_kernel_of_its_own(ops: dict[str, A
         near(ops["silu_mul"](x), oracle.silu_mul(x.double()))
 
 
+def test_what_a_small_linear_claims_to_win_it_takes(ops: dict[str, Any]) -> None:
+    """Also the widest: all of `wins` must be within what the kernel accepts."""
+    small = ops["small_linear"]
+    for m in range(6):
+        for n, k in ((1024, 1024), (4096, 14336), (600, 16384), (600, 16385)):
+            if small.wins(m, n, k):
+                assert small(torch.ones(m, k, dtype=BF16), torch.ones(n, k, dtype=BF16), FP32).eq(k).all()
+    assert small.wins(1, 4096, 14336) and not small.wins(5, 1024, 1024) and not small.wins(1, 600, 16385)
+
+
 # ---------------------------------------------------------------- draw
 
 

@@ -30,8 +30,8 @@ class TritonOperators:
             "qk_norm_rope": rope.qk_norm_rope,
             "silu_mul": activation.silu_mul,
             "draw": draw.draw,
-            "small_linear": linear.small_linear,
         }
         self.ops: Mapping[tuple[str, str], Callable[..., Any]] = {
-            (name, "plain"): partial(function, launcher) for name, function in functions.items()
+            ("small_linear", "plain"): linear.SmallLinear(launcher),
+            **{(name, "plain"): partial(function, launcher) for name, function in functions.items()},
         }

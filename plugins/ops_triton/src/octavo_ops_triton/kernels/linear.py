@@ -54,19 +54,27 @@ def _tile(block_k: int) -> tuple[int, int]:
     return max(1, min(16, HELD // block_k)), 8 if block_k > HELD else 4
 
 
-def small_linear(launch: Launcher, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed: a new tensor [M, N] of `dtype` (default x's), summed in float32.
+class SmallLinear:
+    """The operator `small_linear`; `wins(M, N, K)` says where it pays, so that who asks need not import this plugin."""
 
-    M is 1 to 4 and K at most 16384: `wins` says where it pays. weight must have been written before the
-    preceding kernel was launched."""
-    (m, k), n = x.shape, weight.shape[0]
-    if not (0 < m <= MAX_ROWS and k <= MAX_K and weight.shape[1] == k):
-        raise ValueError(
-            f"small_linear: x {list(x.shape)}, weight {list(weight.shape)}: 1 to {MAX_ROWS} rows of up to {MAX_K} are taken"
-        )
-    out = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device)
-    block_k = triton.next_power_of_2(k)
-    block_n, warps = _tile(block_k)
-    constants = (m, n, k, rows(x, "small_linear"), rows(weight, "small_linear"), block_n, block_k)
-    launch(linear_kernel, (triton.cdiv(n, block_n), 1), (x, weight, out), (), constants, warps=warps)
-    return out
+    wins = staticmethod(wins)
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+
+    def __call__(self, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x [M, K] times weight [N, K] transposed: a new tensor [M, N] of `dtype` (default x's), summed in float32.
+
+        M is 1 to 4 and K at most 16384: `wins` says where it pays. weight must have been written before the
+        preceding kernel was launched."""
+        (m, k), n = x.shape, weight.shape[0]
+        if not (0 < m <= MAX_ROWS and k <= MAX_K and weight.shape[1] == k):
+            raise ValueError(
+                f"small_linear: x {list(x.shape)}, weight {list(weight.shape)}: 1 to {MAX_ROWS} rows of up to {MAX_K} are taken"
+            )
+        out = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device)
+        block_k = triton.next_power_of_2(k)
+        block_n, warps = _tile(block_k)
+        constants = (m, n, k, rows(x, "small_linear"), rows(weight, "small_linear"), block_n, block_k)
+        self._launch(linear_kernel, (triton.cdiv(n, block_n), 1), (x, weight, out), (), constants, warps=warps)
+        return out
