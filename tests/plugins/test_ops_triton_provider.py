@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from octavo.catalog import Accept, Device, Needs, Provider, Reject
 
 PLUGIN = Path(__file__).parents[2] / "plugins" / "ops_triton" / "src"
