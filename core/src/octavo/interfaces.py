@@ -366,12 +366,14 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuantizerParts:
-    """Constructor parts of a quantizer. config is the checkpoint's quantization_config ({} if none)."""
+    """Constructor parts of a quantizer. config is the checkpoint's quantization_config ({} if none). find
+    gives an operator that nobody has to offer, such as "small_linear", or None."""
 
     device: Device
     dtype: str
     config: Mapping[str, Any]
     weights: Weights
+    find: Callable[[str], Callable[..., Any] | None] = lambda name: None
 
 
 class Quantizer(Protocol):

@@ -132,9 +132,11 @@ def _model(
 ) -> tuple[Model, dict[int, AttentionLayer], AttentionBackend, OperatorSet]:
     """The model with its weights, its attention layers by index, the (not yet bound) backend, the operators."""
     table = WeightTable()
-    quantizer = plan.quantizer.create(QuantizerParts(plan.device, plan.dtype, plan.source.quantization_config or {}, table))
-    backend = plan.attention.create(AttentionParts(plan.device, plan.dtype))
     operators = plan.operators.create(OperatorParts(plan.device, plan.dtype))
+    quantizer = plan.quantizer.create(
+        QuantizerParts(plan.device, plan.dtype, plan.source.quantization_config or {}, table, operators.find)
+    )
+    backend = plan.attention.create(AttentionParts(plan.device, plan.dtype))
     layers: dict[int, AttentionLayer] = {}
 
     def attention(layer: AttentionLayer) -> PagedAttention:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from octavo.catalog import Device
 from octavo.interfaces import QuantizerParts, Weights
-from octavo.model.matrix import Matrix, PackedMatrix, PlainMatrix, head_matrix, layer_matrix, packs
+from octavo.model.matrix import Matrix, PackedMatrix, PlainMatrix, SmallProduct, head_matrix, layer_matrix, packs
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,10 @@ class PlainLinear:
         device: torch.device,
         dtype: torch.dtype,
         head: bool = False,
+        small: SmallProduct | None = None,
     ) -> None:
         self.out_features = sum(names.values())
-        self._make = head_matrix if head else layer_matrix
+        self._make, self._small = head_matrix if head else layer_matrix, small
         self._shape, self._device, self._dtype = (self.out_features, in_features), device, dtype
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
@@ -67,7 +68,7 @@ class PlainLinear:
             self._weight[offset : offset + rows].copy_(tensor)
         self._waiting.discard(name)
         if not self._waiting:
-            self._matrix, self._weight = self._make(self._weight, self._bias), None
+            self._matrix, self._weight = self._make(self._weight, self._bias, self._small), None
 
     def finish(self) -> None:
         if self._matrix is None:
@@ -84,8 +85,8 @@ class TiedLinear:
 
     activation = "plain"
 
-    def __init__(self, embedding: Callable[[], Tensor], out_features: int) -> None:
-        self.out_features = out_features
+    def __init__(self, embedding: Callable[[], Tensor], out_features: int, small: SmallProduct | None = None) -> None:
+        self.out_features, self._small = out_features, small
         self._embedding = embedding
         self._matrix: Matrix | None = None
 
@@ -93,7 +94,7 @@ class TiedLinear:
         weight = self._embedding()
         if weight.shape[0] != self.out_features:
             raise RuntimeError(f"the tied head has {self.out_features} rows, the embedding {weight.shape[0]}")
-        self._matrix = head_matrix(weight, None)
+        self._matrix = head_matrix(weight, None, self._small)
         log.info("tied head: %s", self._matrix.name)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -107,6 +108,7 @@ class PlainQuantizer:
     def __init__(self, options: Any, parts: QuantizerParts) -> None:
         self._device, self._dtype = torch_device(parts.device), getattr(torch, parts.dtype)
         self._weights = parts.weights
+        self._small = cast("SmallProduct | None", parts.find("small_linear"))
         self.path = (PackedMatrix if packs(self._device.type, self._dtype) else PlainMatrix).name
         log.info("linear layers: %s, %s on %s", self.path, parts.dtype, self._device)
 
@@ -117,11 +119,18 @@ class PlainQuantizer:
         left out, as for {"lm_head": vocab}. A head's result is float32."""
         names = {f"{prefix}.{part}" if prefix else part: rows for part, rows in parts.items()}
         return PlainLinear(
-            names, in_features, bias=bias, weights=self._weights, device=self._device, dtype=self._dtype, head=head
+            names,
+            in_features,
+            bias=bias,
+            weights=self._weights,
+            device=self._device,
+            dtype=self._dtype,
+            head=head,
+            small=self._small,
         )
 
     def tied(self, embedding: Callable[[], Tensor], out_features: int) -> TiedLinear:
-        return TiedLinear(embedding, out_features)
+        return TiedLinear(embedding, out_features, self._small)
 
 
 def torch_device(device: Device) -> torch.device:

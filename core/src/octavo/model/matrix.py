@@ -48,6 +48,30 @@ def has_half_kernel() -> bool:
     return torch.backends.quantized.engine in ("x86", "fbgemm") and hasattr(ops, "linear_prepack_fp16")
 
 
+class SmallProduct(Protocol):
+    """The operator ("small_linear", "plain"): x [M, K], W [N, K] -> x W^T [M, N] in dtype (default x's), for
+    few rows. `wins` says for which shapes it is measured to be faster than the library's product."""
+
+    def __call__(self, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
+
+    def wins(self, m: int, n: int, k: int) -> bool: ...
+
+
+class SmallMatrix:
+    """A 16-bit matrix without bias: `small` takes the steps of few rows that it wins, `large` the others. One
+    row is then rounded otherwise than the same row in company, as with any library that picks kernels by
+    shape; float32 models, which promise equality, do without."""
+
+    def __init__(self, weight: Tensor, small: SmallProduct, large: Matrix, dtype: torch.dtype) -> None:
+        self._weight, self._small, self._large, self._dtype = weight, small, large, dtype
+        self.name = f"small_linear or {large.name}"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._small.wins(x.shape[0], *self._weight.shape):
+            return self._small(x, self._weight, self._dtype)
+        return self._large(x)
+
+
 class PlainMatrix:
     """The matrix as it is, on any device; float32 logits from 16 bits only after rounding."""
 
@@ -114,18 +138,26 @@ class WideMatrix:
         return self._matrix(x.float())
 
 
-def layer_matrix(weight: Tensor, bias: Tensor | None) -> Matrix:
+def layer_matrix(weight: Tensor, bias: Tensor | None, small: SmallProduct | None = None) -> Matrix:
     """For weight [out, in] and bias [out] of one dtype; x and the result have it too."""
-    return (PackedMatrix if packs(weight.device.type, weight.dtype) else PlainMatrix)(weight, bias)
+    if packs(weight.device.type, weight.dtype):
+        return PackedMatrix(weight, bias)
+    return _with_small(weight, bias, small, PlainMatrix(weight, bias), weight.dtype)
 
 
-def head_matrix(weight: Tensor, bias: Tensor | None) -> Matrix:
+def head_matrix(weight: Tensor, bias: Tensor | None, small: SmallProduct | None = None) -> Matrix:
     """For an output head: x in the weight's dtype, the result float32 and not rounded on the way, because
     bfloat16 logits near 25 tie at every eighth."""
     if weight.dtype == torch.float32:
         return layer_matrix(weight, bias)
     if weight.is_cuda:
-        return CublasMatrix(weight, bias)
+        return _with_small(weight, bias, small, CublasMatrix(weight, bias), torch.float32)
     if has_half_kernel() and float(weight.abs().max()) <= _HALF_MAX:
         return HalfMatrix(weight, bias)
     return WideMatrix(weight, bias)
+
+
+def _with_small(weight: Tensor, bias: Tensor | None, small: SmallProduct | None, large: Matrix, dtype: torch.dtype) -> Matrix:
+    if small is None or bias is not None or weight.dtype == torch.float32:
+        return large
+    return SmallMatrix(weight, small, large, dtype)
