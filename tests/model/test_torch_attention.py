@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from octavo.attention import plan
-from octavo.attention.torch_backend import TorchAttention
+from octavo.attention.torch_backend import FEW_ROWS, TorchAttention
 from octavo.builtin import register_attention_backends
 from octavo.catalog import Device
 from octavo.interfaces import AttentionParts, Step
@@ -70,6 +70,22 @@ def test_the_suite_catches_a_broken_backend(broken: type[TorchAttention]) -> Non
     check(scene(TorchAttention), work)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         check(scene(broken), work)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("rows", range(1, 2 * FEW_ROWS))
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a prompt"])
+def test_few_and_many_decoding_rows_give_the_same(beside: bool, rows: int, window: int | None) -> None:
+    """Up to FEW_ROWS rows take another operator than more: both are right, for ragged lengths."""
+    lengths = [1 + 13 * i for i in range(rows)] + [40] * beside
+    scene = Scene(
+        TorchAttention(None, AttentionParts(Device(), "bfloat16")),
+        Shape(heads=(9, 3), window=window, dtype="bfloat16"),
+        Device(),
+        lengths,
+    )
+    scene.fill([n - 1 for n in lengths[:rows]])
+    check(scene, [(i, lengths[i] - 1, 1) for i in range(rows)] + [(rows, 0, 40)] * beside)
 
 
 def test_rows_of_very_different_lengths_are_not_padded_to_the_longest() -> None:

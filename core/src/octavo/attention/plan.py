@@ -8,6 +8,7 @@ the unused tail of a block is never read, not even to be masked.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ SHORT_QUERY = 16
 """Rows with at most this many new tokens are computed together, padded to the longest; longer ones alone."""
 
 KEY_STEP = 16
-"""Keys of a short tile are padded to a multiple of this: a matrix library that generates code for each
+"""Keys of several rows are padded to a multiple of this: a matrix library that generates code for each
 shape (oneDNN takes up to half a millisecond) then meets a new one every 16th step, not every step."""
 
 ROW_BLOCK = 64
@@ -45,6 +46,14 @@ class ShortTile:
     keys: int
     hidden: Tensor | None
     clear: int
+    _bias: Tensor | None = None
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """For tiles of one new token a row: what to add to scores, [B, 1, 1, L], 0 or -inf. Made once."""
+        if self.hidden is not None and self._bias is None:
+            self._bias = torch.zeros(self.size, 1, 1, self.keys, dtype=dtype, device=self.hidden.device)
+            self._bias[..., self.clear :].masked_fill_(self.hidden[:, :, :, 0], -math.inf)
+        return self._bias
 
 
 @dataclass(slots=True)
@@ -119,7 +128,9 @@ class GroupPlanner:
     def _short(self, rows: _Rows, table: Tensor, num_tokens: int) -> ShortTile:
         new, ends = rows.new, rows.ends[:, None]
         size, query_len = len(new), int(new.max())
-        keys = -(-int((rows.ends - rows.firsts).max()) // KEY_STEP) * KEY_STEP
+        keys = int((rows.ends - rows.firsts).max())
+        if size > 1:
+            keys = -(-keys // KEY_STEP) * KEY_STEP
         queries = None
         at = ends - 1  # [B, Q], position of each query
         if size != num_tokens:
