@@ -22,6 +22,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.executor import ExecutorParts
 from octavo.engine.plan import Plan, plan_engine
 from octavo.engine.runner import ModelRunner
+from octavo.engine.threads import ThreadGovernor
 from octavo.interfaces import (
     AllocatorParts,
     AttentionBackend,
@@ -112,10 +113,19 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
 def _runner(
     plan: Plan, model: Model, backend: AttentionBackend, device: torch.device, sampler: Sampler, pool: Pool
 ) -> ModelRunner:
-    runner = ModelRunner(model, backend, plan.groups, plan.limits, device, sampler, pool.scratch)
+    runner = ModelRunner(
+        model, backend, plan.groups, plan.limits, device, sampler, pool.scratch, before_step=_between_steps(plan)
+    )
     if device.type == "cuda" and backend.graphs != "none" and not plan.config.enforce_eager:
         runner.use_graphs()
     return runner
+
+
+def _between_steps(plan: Plan) -> Callable[[], None]:
+    """What runs before each step: nothing, or on a CPU whose thread count is ours to choose, its governor."""
+    if plan.threads is None or plan.config.num_threads is not None:
+        return lambda: None
+    return ThreadGovernor(plan.threads.cores, plan.threads.count, torch.set_num_threads).tick
 
 
 def _device(plan: Plan) -> torch.device:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from octavo.catalog import Device
+from octavo.engine.threads import CpuMeter
 from octavo.errors import ConfigError
 
 CPU_FEATURES = (
@@ -157,10 +158,11 @@ def _cgroups(root: Path, controller: str, membership: str | None) -> list[tuple[
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How many CPU threads to compute with, and why."""
+    """How many CPU threads to compute with, and why; cores is the most that this process may use."""
 
     count: int
     reason: str
+    cores: int = 1
 
 
 def spare_threads(asked: int | None = None, *, sample: float = 0.1) -> Threads:
@@ -168,10 +170,11 @@ def spare_threads(asked: int | None = None, *, sample: float = 0.1) -> Threads:
 
     Two threads on two cores, one of them a neighbour's, run slower than one: every parallel region
     waits for the slower thread. A neighbour counts if it is busy now (over `sample` seconds) and was
-    over the last minute, so that the start of this server's own processes does not.
+    over the last minute, so that the start of this server's own processes does not. While the engine
+    serves, `octavo.engine.threads` keeps looking.
     """
     if asked is not None:
-        return Threads(asked, "named in the configuration")
+        return Threads(asked, "named in the configuration", asked)
     cores = physical_cores()
     reason = f"{cores} physical core{'s' * (cores != 1)}"
     quota = cgroup_cores()
@@ -182,7 +185,7 @@ def spare_threads(asked: int | None = None, *, sample: float = 0.1) -> Threads:
     taken = min(round(busy), cores - 1)
     if taken > 0:
         reason += f", of which other processes keep {busy:.1f} busy"
-    return Threads(cores - max(taken, 0), reason)
+    return Threads(cores - max(taken, 0), reason, cores)
 
 
 def physical_cores(allowed: Iterable[int] | None = None) -> int:
@@ -198,14 +201,9 @@ def physical_cores(allowed: Iterable[int] | None = None) -> int:
 
 def others_busy(seconds: float) -> float:
     """Cores that processes other than this one kept busy, on average over `seconds` (it waits that long)."""
-    before, own_before = psutil.cpu_times(), sum(os.times()[:2])
-    started = time.monotonic()
+    meter = CpuMeter()
     time.sleep(seconds)
-    elapsed = time.monotonic() - started
-    after, own_after = psutil.cpu_times(), sum(os.times()[:2])
-    idle = {"idle", "iowait", "guest", "guest_nice"}  # guest time is in user time already
-    used = sum(getattr(after, f) - getattr(before, f) for f in after._fields if f not in idle)
-    return float(max(0.0, (used - (own_after - own_before)) / elapsed))
+    return meter.read()[0]
 
 
 # ---------------------------------------------------------------- CUDA

@@ -38,7 +38,8 @@ class StepHandle:
 
 
 class ModelRunner:
-    """interfaces.Runner. groups, limits, device and the pool's scratch page fix every buffer; nothing grows later."""
+    """interfaces.Runner. groups, limits, device and the pool's scratch page fix every buffer; nothing grows later.
+    before_step is called between steps (on a CPU: the thread governor)."""
 
     def __init__(
         self,
@@ -49,12 +50,14 @@ class ModelRunner:
         device: torch.device,
         sampler: Sampler,
         scratch_page: int,
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._attention, self._sampler = model, attention, sampler
         self._limits, self._device = limits, device
         self._state = StateTable(groups, limits, device, scratch_page)
         self._prompts: dict[int, tuple[SamplingParams, np.ndarray]] = {}  # slots that want prompt logprobs
         self._graphs: DecodeGraphs | None = None
+        self._before_step = before_step
 
     def use_graphs(self, *, capture: bool = True) -> None:
         """Run pure decode steps padded to buckets, from captured graphs (or, for tests, the same eagerly)."""
@@ -64,6 +67,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:
+        self._before_step()
         for group, source, target in batch.copies:
             self._attention.copy_blocks(group, self._ids(source), self._ids(target))
         self._admit(batch)
