@@ -24,9 +24,9 @@ from torch import Tensor
 from octavo.attention.plan import ROW_BLOCK, GroupPlan, GroupPlanner, LongTile, ShortTile
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVGroup, KVSpec, Limits, Step
 
-FEW_ROWS = 4
-"""Up to this many decoding rows in bfloat16 are left to torch's fused attention on a CPU: one operator costs
-less than four small ones (1 to 2 ms a step of 30 layers), and from 8 rows on it is the slower of the two."""
+FEW_TASKS = 24
+"""Decoding rows in bfloat16 are left to torch's fused attention on a CPU while rows * kv heads is at most this:
+one operator costs less than four small ones (1 to 2 ms a step of 30 layers), but more for each row and head."""
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -101,7 +101,7 @@ class TorchAttention:
         bound, plan = self._at(layer, step)
         plain = self._fuses and lse is None and bound.sinks is None and not bound.facts.softcap
         for tile in plan.short:
-            if plain and tile.query_len == 1 and tile.size <= FEW_ROWS:
+            if plain and tile.query_len == 1 and tile.size * bound.facts.num_kv_heads <= FEW_TASKS:
                 self._few(bound, tile, q, out)
             else:
                 self._short(bound, tile, q, out, lse)

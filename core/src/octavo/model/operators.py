@@ -12,6 +12,7 @@ float32 whatever the dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), x float32 [T, H], weight float32 [H]:
     a new tensor [T, H] of `dtype`."""
-    return torch.rms_norm(x, weight.shape, weight, eps).to(dtype)
+    return _normalised(x, weight, eps).to(dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     caller uses only what is returned. The stream is float32 because it is a sum over all layers: in
     bfloat16 a logit near 25 is good to 0.1, which is enough to change a greedy answer."""
     residual = residual.add_(x)
-    return torch.rms_norm(residual, weight.shape, weight, eps).to(x.dtype), residual
+    return _normalised(residual, weight, eps).to(x.dtype), residual
+
+
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of float32 x [T, H], float32. On a CPU torch's own is made of eleven small operators;
+    these five save 1 to 2% of a decoding step."""
+    if x.is_cuda:
+        return torch.rms_norm(x, weight.shape, weight, eps)
+    scale = torch.linalg.vector_norm(x, 2, -1, True)
+    scale = torch.addcmul(_scalar(eps), scale, scale, value=1 / x.shape[-1]).rsqrt_()
+    return (x * scale).mul_(weight)
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def qk_norm_rope(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
