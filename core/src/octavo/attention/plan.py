@@ -17,15 +17,19 @@ from torch import Tensor
 
 from octavo.interfaces import KVGroup, Step
 
-SHORT_QUERY = 16
-"""Rows with at most this many new tokens are computed together, padded to the longest; longer ones alone."""
+SHORT_QUERY, MEDIUM_QUERY, MEDIUM_KEYS = 16, 128, 512
+"""Rows of at most SHORT_QUERY new tokens, or of MEDIUM_QUERY with MEDIUM_KEYS keys, are computed together, padded
+to the largest of their tile: many small products cost more than a padded one. Others are computed alone."""
+
+TILE_SCORES, TILE_BYTES = 1 << 19, 64 << 20
+"""Bounds of a tile of several rows: scores of one head, padding included, and gathered keys and values."""
 
 KEY_STEP = 16
 """Keys of several rows are padded to a multiple of this: a matrix library that generates code for each
 shape (oneDNN takes up to half a millisecond) then meets a new one every 16th step, not every step."""
 
-ROW_BLOCK = 64
-"""Queries of one long row that are computed at a time: its scores are [kv_heads, group * 64, keys]. Blocks
+ROW_BLOCK = 128
+"""Queries of one long row that are computed at a time: its scores are [kv_heads, group * 128, keys]. Blocks
 end at positions that are multiples of it, so that their shapes recur."""
 
 
@@ -99,6 +103,8 @@ class GroupPlanner:
         self._index, self._size, self._window = group.index, group.block_size, group.spec.window
         self._device = device
         self._planes = torch.arange(2 * group.spec.heads, device=device)  # K heads, then V heads
+        width = 4 * max(group.spec.k_dim, group.spec.v_dim)  # bytes, at the widest dtype
+        self._tile_keys = TILE_BYTES // (2 * group.spec.heads * width)
 
     def plan(self, step: Step) -> GroupPlan:
         host = step.host
@@ -109,9 +115,32 @@ class GroupPlanner:
         slots = step.slot_mapping[self._index].unsqueeze(1)
         return GroupPlan(
             writes=(slots // self._size * len(self._planes) + self._planes).mul_(self._size).add_(slots % self._size).view(-1),
-            short=[self._short(rows.pick(chosen), table, host.num_tokens) for chosen in _buckets(new, ends - firsts)],
-            long=[self._long(rows, int(i), table) for i in np.flatnonzero(new > SHORT_QUERY)],
+            short=[self._short(rows.pick(chosen), table, host.num_tokens) for chosen in self._tiles(new, ends - firsts)],
+            long=[self._long(rows, int(i), table) for i in np.flatnonzero(_alone(new, ends - firsts))],
         )
+
+    def _tiles(self, new: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
+        """Indices of the rows that are not computed alone, in lists that each become a tile: at most twice
+        the work that their members need, and some, which is what another tile costs."""
+        together, decoding = ~_alone(new, keys), new == 1
+        tiles: list[np.ndarray] = []
+        for chosen in (np.flatnonzero(together & decoding), np.flatnonzero(together & ~decoding)):
+            tile: list[int] = []
+            queries = longest = useful = 0
+            for i in chosen[np.lexsort((-keys[chosen], -new[chosen]))].tolist():
+                grown = max(longest, int(keys[i]))
+                work, need = (len(tile) + 1) * queries * grown, useful + int(new[i] * keys[i])
+                full = work > TILE_SCORES or (len(tile) + 1) * grown > self._tile_keys
+                if tile and (full or work > 2 * need + 4096):
+                    tiles.append(np.array(sorted(tile)))
+                    tile, grown, need = [], int(keys[i]), int(new[i] * keys[i])
+                if not tile:
+                    queries = int(new[i])
+                tile.append(i)
+                longest, useful = grown, need
+            if tile:
+                tiles.append(np.array(sorted(tile)))
+        return tiles
 
     def entries(self, blocks: Tensor, positions: Tensor) -> Tensor:
         """Entries [2, B, kv_heads, L], flat, of positions [B, L] that lie in blocks int32 [B, L]."""
@@ -131,12 +160,10 @@ class GroupPlanner:
         keys = int((rows.ends - rows.firsts).max())
         if size > 1:
             keys = -(-keys // KEY_STEP) * KEY_STEP
-        queries = None
-        at = ends - 1  # [B, Q], position of each query
-        if size != num_tokens:
-            offsets = np.minimum(np.arange(query_len), new[:, None] - 1)
-            queries = self._send((rows.starts[:, None] + offsets).reshape(-1))
-            at = ends - new[:, None] + offsets
+        offsets = np.minimum(np.arange(query_len), new[:, None] - 1)  # [B, Q], a short row repeats its last
+        at = ends - new[:, None] + offsets  # position of each query
+        whole = int(new.sum()) == num_tokens == size * query_len
+        queries = None if whole else self._send((rows.starts[:, None] + offsets).reshape(-1))
         positions = rows.firsts[:, None] + np.arange(keys)  # [B, L], past the row's end where it is padded
         held = self._send(np.minimum(positions, ends - 1))
         blocks = table[self._send(rows.slots)].gather(1, held // self._size)
@@ -152,18 +179,5 @@ class GroupPlanner:
         return torch.from_numpy(array).to(self._device)
 
 
-def _buckets(new: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
-    """Indices of the short rows, ascending, in lists whose members have about as many keys, so that padding
-    stays below twice the work; rows of one new token apart from the others."""
-    rows = np.flatnonzero(new <= SHORT_QUERY)
-    buckets: list[np.ndarray] = []
-    for decode in (True, False):
-        chosen = rows[(new[rows] == 1) == decode]
-        chosen = chosen[np.argsort(-keys[chosen], kind="stable")]
-        while len(chosen):
-            longest = int(keys[chosen[0]])
-            # A new batch costs about as much as a few hundred padded keys.
-            count = int(np.count_nonzero(2 * keys[chosen] >= longest)) if longest > 256 else len(chosen)
-            buckets.append(np.sort(chosen[:count]))
-            chosen = chosen[count:]
-    return buckets
+def _alone(new: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return (new > SHORT_QUERY) & ((new > MEDIUM_QUERY) | (keys > MEDIUM_KEYS))
