@@ -20,6 +20,7 @@ from octavo.config import EngineConfig
 from octavo.decision import OperatorSet
 from octavo.engine.engine import Engine
 from octavo.engine.executor import ExecutorParts
+from octavo.engine.hugepages import collapse_into_huge_pages
 from octavo.engine.plan import Plan, plan_engine
 from octavo.engine.runner import ModelRunner
 from octavo.engine.threads import ThreadGovernor
@@ -60,6 +61,8 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     device = _device(plan)
     tell("model")
     model, layers, backend, operators = _model(plan, device, tell)
+    if device.type == "cpu":
+        collapse_into_huge_pages()  # before the pool: untouched blocks must stay unbacked
     tell("memory")
     pool = Pool(plan.groups, plan.layouts, plan.num_blocks, device)
     bound = [
