@@ -7,27 +7,33 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from octavo.config import EngineConfig
 from octavo.engine.build import build_from_plan
 from octavo.engine.plan import plan_engine
 from octavo.engine.streams import Prompt, prompt_parts
-from octavo.errors import AdmissionRefused, OctavoError, RequestError
+from octavo.errors import AdmissionRefused, ConfigError, OctavoError, RequestError
 from octavo.plugins import discover
 from octavo.request import Request, SamplingParams, check_request
 from octavo.text.chat import Messages, render_chat
 from octavo.text.output import OutputProcessor, RequestOutput
 from octavo.text.tokenizer import Tokenizer
+from octavo.wording import complaints
 
 
 class LLM:
     """LLM("demo").generate("Hello") -> list of RequestOutput, in the order of the prompts.
 
-    Keyword arguments are the fields of EngineConfig. One thread at a time. The queue is unbounded:
+    Keyword arguments are the fields of EngineConfig; ConfigError names one that is wrong. One thread at a time. The queue is unbounded:
     whoever hands over a list of prompts wants all of them.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
-        config = EngineConfig(model=model, **{"max_num_queued_reqs": 0, **options})
+        try:
+            config = EngineConfig(model=model, **{"max_num_queued_reqs": 0, **options})
+        except ValidationError as error:
+            raise ConfigError(complaints("LLM", EngineConfig, error)) from error
         plan = plan_engine(config, discover(config.plugins))
         self.config = config
         self.tokenizer = Tokenizer.from_source(plan.source, config)

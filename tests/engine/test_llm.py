@@ -1,0 +1,76 @@
+"""LLM, the names that vLLM scripts use, on a tiny model in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError, RequestError
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> LLM:
+    return LLM(str(tiny), dtype="float32", num_threads=1, max_model_len=256)
+
+
+def test_prompts_come_back_in_order_with_their_text(llm: LLM) -> None:
+    prompts = ["hello world", "page cache", "the model"]
+    outputs = llm.generate(prompts, PARAMS)
+    assert [o.prompt for o in outputs] == prompts
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].text == llm.generate(prompt, PARAMS)[0].outputs[0].text
+        assert len(output.outputs[0].token_ids) == 8 and output.finished
+
+
+def test_text_token_ids_and_mappings_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello world")
+    want = llm.generate("hello world", PARAMS)[0].outputs[0].token_ids
+    for prompt in ([ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], [{"prompt": "hello world"}]):
+        assert llm.generate(prompt, PARAMS)[0].outputs[0].token_ids == want
+    assert llm.generate(prompt_token_ids=[ids], sampling_params=PARAMS)[0].outputs[0].token_ids == want
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5)]
+    outputs = llm.generate(["hello", "hello"], params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 5]
+    with pytest.raises(RequestError, match="2 for 1 prompts"):
+        llm.generate(["hello"], params)
+
+
+def test_best_of_returns_the_best_by_mean_logprob(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=1, n=2, best_of=5, max_tokens=6, ignore_eos=True)
+    best = llm.generate("hello", params)[0].outputs
+    every = llm.generate("hello", SamplingParams(temperature=1.0, seed=1, n=5, max_tokens=6, ignore_eos=True, logprobs=0))[
+        0
+    ].outputs
+    ranked = sorted(every, key=lambda o: -(o.cumulative_logprob or 0.0))
+    assert [o.token_ids for o in best] == [o.token_ids for o in ranked[:2]]
+
+
+def test_a_conversation_and_a_list_of_them(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hello"}]
+    one = llm.chat(talk, PARAMS)
+    two = llm.chat([talk, talk], PARAMS)
+    assert len(one) == 1 and len(two) == 2
+    assert one[0].outputs[0].token_ids == two[1].outputs[0].token_ids
+
+
+def test_a_bad_prompt_costs_nothing(llm: LLM) -> None:
+    for prompts in ([[]], [[-1]], [[1, 99999]], [[9] * 300], {"text": "x"}):
+        with pytest.raises(RequestError):
+            llm.generate(prompts, PARAMS)
+    with pytest.raises(RequestError):
+        llm.generate(None, PARAMS)
+    assert llm.engine.stats().running == 0
+    assert llm.generate("hello", PARAMS)[0].finished
+
+
+def test_a_wrong_option_is_named_with_the_nearest_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"max_modellen: unknown option.*max_model_len"):
+        LLM("demo", max_modellen=3)
+    with pytest.raises(TypeError, match="max_tokenz"):
+        SamplingParams(max_tokenz=3)  # type: ignore[call-arg]
