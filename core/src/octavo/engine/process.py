@@ -127,5 +127,8 @@ def main(address: str) -> int:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=os.environ.get("OCTAVO_LOG_LEVEL", "INFO").upper(), format="%(levelname)s %(name)s: %(message)s")
+    level = os.environ.get("OCTAVO_LOG_LEVEL", "info")
+    if level.upper() not in logging.getLevelNamesMapping():
+        sys.exit(f"OCTAVO_LOG_LEVEL={level}: must be debug, info, warning or error")
+    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
     sys.exit(main(sys.argv[1]))
