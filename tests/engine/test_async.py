@@ -177,6 +177,16 @@ def test_a_start_that_fails_says_why_in_the_engines_own_words(tiny: Path) -> Non
     asyncio.run(main())
 
 
+def test_an_engine_that_dies_before_it_says_a_word_does_not_hang_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_LOG_LEVEL", "loud")
+
+    async def main() -> None:
+        with pytest.raises(EngineDead, match="exit status 1"):
+            await asyncio.wait_for(AsyncLLM.start(config(tiny)), 30)
+
+    asyncio.run(main())
+
+
 def test_the_serving_side_never_imports_torch(tiny: Path, tmp_path: Path) -> None:
     script = tmp_path / "serve.py"
     script.write_text(

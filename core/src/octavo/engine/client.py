@@ -62,13 +62,20 @@ class EngineProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "octavo.engine.process", address, env=dict(os.environ)
         )
-        await self._socket.send_multipart(pack(messages.CONFIG, config.model_dump_json()))
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        # A PAIR socket waits for its peer: a child that dies before it connects must be seen while we wait.
+        self._tasks = [
+            asyncio.create_task(self._introduce(config)),
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._watch()),
+        ]
         try:
             return await self._ready
         except BaseException:
             await self.close(grace=0.5)  # it serves nobody yet: nothing to be gentle about
             raise
+
+    async def _introduce(self, config: EngineConfig) -> None:
+        await self._socket.send_multipart(pack(messages.CONFIG, config.model_dump_json()))
 
     def add(self, request: Request) -> None:
         self._send(messages.ADD, request)
