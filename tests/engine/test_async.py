@@ -124,6 +124,21 @@ def test_a_killed_engine_ends_every_request_with_an_error_and_nothing_hangs(tiny
     with_llm(tiny, body)
 
 
+def test_a_listener_that_fails_ends_every_request_instead_of_leaving_it_waiting(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        def broken(events: object) -> None:
+            raise ValueError("broken on purpose")
+
+        monkeypatch.setattr(llm._processor, "process", broken)
+        with pytest.raises(EngineDead, match="broken on purpose"):
+            await asyncio.wait_for(collect(llm.generate("hello", LONG)), 10)
+        assert not llm.alive
+
+    with_llm(tiny, body)
+
+
 def test_what_the_engine_refuses_reaches_the_caller_as_the_same_error(tiny: Path) -> None:
     async def body(llm: AsyncLLM) -> None:
         with pytest.raises(AdmissionRefused) as refused:

@@ -92,17 +92,28 @@ class EngineProcess:
             self._socket.send_multipart(pack(kind, body))
 
     async def _read(self) -> None:
-        while True:
-            kind, body = unpack(await self._socket.recv_multipart())
-            if kind == messages.PROGRESS:
-                if self._progress:
-                    self._progress(body)
-            elif kind == messages.READY:
-                self._ready.set_result(body)
-            elif kind == messages.DEAD:
-                self._last_words = body
-            else:
-                self._on_message(kind, body)
+        """Deliver messages in order. If a listener raises, nobody would hear of the engine again: that is a death."""
+        try:
+            while True:
+                self._deliver(*unpack(await self._socket.recv_multipart()))
+        except Exception as error:
+            log.exception("a message of the engine could not be taken in")
+            reason = f"its messages can no longer be taken in: {type(error).__name__}: {error}"
+            if not self._ready.done():
+                self._ready.set_exception(EngineDead(reason))
+            elif not self._closing:
+                self._on_death(reason)
+
+    def _deliver(self, kind: bytes, body: Any) -> None:
+        if kind == messages.PROGRESS:
+            if self._progress:
+                self._progress(body)
+        elif kind == messages.READY:
+            self._ready.set_result(body)
+        elif kind == messages.DEAD:
+            self._last_words = body
+        else:
+            self._on_message(kind, body)
 
     async def _watch(self) -> None:
         assert self._process is not None
