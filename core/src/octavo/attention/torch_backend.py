@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.attention.flash import causal_attention
 from octavo.attention.plan import ROW_BLOCK, GroupPlan, GroupPlanner, LongTile, ShortTile
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVGroup, KVSpec, Limits, Step
 
@@ -106,7 +107,12 @@ class TorchAttention:
             else:
                 self._short(bound, tile, q, out, lse)
         for row in plan.long:
-            self._long(bound, row, q, out, lse)
+            if plain and self._flash(bound, row):
+                keys, values = self._read(bound, row.entries, (bound.facts.num_kv_heads, row.position + row.length - row.first))
+                rows = slice(row.start, row.start + row.length)
+                out[rows] = causal_attention(q[rows], keys, values, bound.facts.scale)
+            else:
+                self._long(bound, row, q, out, lse)
         return out
 
     def gather(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
@@ -129,6 +135,12 @@ class TorchAttention:
                 raw.index_copy_(0, target, raw.index_select(0, source))
 
     # ------------------------------------------------------------ one tile
+
+    @staticmethod
+    def _flash(layer: _Layer, row: LongTile) -> bool:
+        """Whether every new token sees every key before it, and keys are as wide as values."""
+        window, facts = layer.group.spec.window, layer.facts
+        return facts.k_dim == facts.v_dim and (window is None or row.position + row.length <= window)
 
     def _few(self, layer: _Layer, tile: ShortTile, q: Tensor, out: Tensor) -> None:
         facts = layer.facts
