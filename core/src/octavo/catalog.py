@@ -87,6 +87,9 @@ class Provider:
     name: unique per kind. load: "module:Class", imported only when chosen, and called as
     ``cls(options, parts)``. accepts: pure and cheap; must not import anything heavy.
     priority: among those that accept, `auto` takes the highest (core's own are 0 to 10).
+    quantize: for a quantizer that can make checkpoints, "module:function" of type
+    `octavo.interfaces.Quantize`, imported when `octavo quantize NAME` names it; quantize_options are
+    its options (`--set key=value`).
     """
 
     name: str
@@ -97,6 +100,8 @@ class Provider:
     accepts: Callable[[Needs, Any], Accept | Reject] = always
     options: type[Options] = Options
     summary: str = ""
+    quantize: str = ""
+    quantize_options: type[Options] = Options
 
 
 # ---------------------------------------------------------------- the inventory

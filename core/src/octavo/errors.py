@@ -25,6 +25,10 @@ class LoadError(OctavoError):
     device memory is taken."""
 
 
+class QuantizeError(OctavoError):
+    """A model cannot be quantised as asked: a shape, a weight or a text that does not allow it."""
+
+
 class RequestError(OctavoError):
     """A request that can never be right: the client's fault (HTTP 400).
 

@@ -24,6 +24,9 @@ from octavo.request import Batch, EngineStats, Event, Request, Result, TableUpda
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.model.export import CheckpointWriter
+    from octavo.model.source import ModelSource
+
 
 # ---------------------------------------------------------------- KV cache geometry
 
@@ -365,6 +368,67 @@ class Linear(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """How the two halves of a gated MLP become one: with g = min(gate, limit) and u = clamp(up, -limit, limit),
+    g * sigmoid(alpha * g) * (u + offset). The defaults are SwiGLU (silu(gate) * up); gpt-oss has 1.702, 7 and 1."""
+
+    alpha: float = 1.0
+    limit: float = float("inf")
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How router logits choose experts, and how much each counts.
+
+    score makes s of the logits: "softmax" over all experts, "sigmoid", "sqrtsoftplus" (the root of softplus), or
+    "softmax_chosen" (the logits choose, and the softmax is over those chosen). The choice is by s plus the layer's
+    correction bias, if it has one: the top_k highest, among the `kept_groups` best of `groups` equal, consecutive
+    groups of experts, ranked by group_score, the "max" of a group or the "sum2" of its two highest. An expert counts
+    s without the bias, divided by the sum over those chosen where `renormalise`, times `scale`.
+    """
+
+    top_k: int
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax_chosen"] = "softmax"
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: Literal["max", "sum2"] = "max"
+    renormalise: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The experts of one layer: `count` gated MLPs, hidden -> inner -> hidden, of which a token takes top_k.
+
+    names are the checkpoint's (gate, up, down). A checkpoint has either each expert's matrices, as
+    `prefix.E.gate_proj.weight` [inner, hidden] and so on, or, where `stacked`, gpt-oss's form: `prefix.gate_up_proj`
+    [count, hidden, 2 * inner], gate and up columns alternating, and `prefix.down_proj` [count, inner, hidden], with
+    `bias` also `prefix.gate_up_proj_bias` [count, 2 * inner] and `prefix.down_proj_bias` [count, hidden]."""
+
+    count: int
+    hidden: int
+    inner: int
+    top_k: int
+    gate: Gate = Gate()
+    bias: bool = False
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: bool = False
+
+
+class Experts(Protocol):
+    """The routed experts of one layer, in whatever format the quantizer keeps. The input is in the model's dtype,
+    because the router reads it too. `finish` runs once after every part is filled."""
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, base: Tensor | None = None) -> Tensor:
+        """Of x [T, hidden]: the sum over a token's experts ids int32 [T, top_k], each times its weight in weights
+        float32 [T, top_k], plus base [T, hidden] (shared experts) if given: [T, hidden] in the model's dtype.
+        Must not wait for the device: it runs inside captured graphs."""
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizerParts:
     """Constructor parts of a quantizer. config is the checkpoint's quantization_config ({} if none). find
     gives an operator that nobody has to offer, such as "small_linear", or None."""
@@ -389,6 +453,44 @@ class Quantizer(Protocol):
 
     def tied(self, embedding: Callable[[], Tensor], out_features: int) -> Linear:
         """A head, as above, whose weight is the (already filled) input embedding [vocab, hidden]."""
+
+    def experts(self, prefix: str, spec: ExpertsSpec) -> Experts:
+        """The routed experts under prefix "model.layers.0.mlp.experts". It declares their weights. A format
+        without this method serves dense models only; a mixture of experts is then refused by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeTask:
+    """What `octavo quantize` hands to a provider's `Provider.quantize`.
+
+    source: the model to quantise, unquantised (a folder or a GGUF file). adapter: its architecture. device and
+    dtype: where, and in which torch dtype, the model runs while it is calibrated. calibration: a text, None where
+    none was given. writer: takes every tensor of the new checkpoint (`writer.add(name, tensor)`); closing it,
+    config.json and the tokenizer are the command's work. tell(stage, done, total) shows progress.
+    `octavo.model.observe` runs the model over the text, `octavo.model.export.read_tensors` yields its tensors."""
+
+    source: ModelSource
+    adapter: ModelAdapter
+    device: Device
+    dtype: str
+    calibration: str | None
+    writer: CheckpointWriter
+    tell: Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What comes back: the `quantization_config` of the new config.json, and facts for the user by name."""
+
+    config: Mapping[str, Any]
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Quantize(Protocol):
+    """The function that `Provider.quantize` names. Raises QuantizeError or ConfigError for what it cannot do,
+    before it adds a tensor where that can be known."""
+
+    def __call__(self, options: Any, task: QuantizeTask) -> Quantized: ...
 
 
 class Operators(Protocol):
@@ -418,6 +520,7 @@ class ModelParts:
     tied: Callable[..., Linear]
     attention: Callable[[AttentionLayer], Callable[[Step, Tensor, Tensor, Tensor], Tensor]]
     op: Callable[..., Callable[..., Any]]
+    experts: Callable[[str, ExpertsSpec], Experts]
 
 
 class Model(Protocol):

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("octavo.cli.generate", "Answer one prompt and exit."),
     "chat": ("octavo.cli.chat", "Talk to a model in the terminal."),
     "bench": ("octavo.cli.bench", "Measure: offline, serve, startup, allocator, kernel."),
+    "quantize": ("octavo.cli.quantize", "Make a smaller checkpoint of a model: fp8 or awq."),
     "doctor": ("octavo.cli.doctor", "Report what this machine has, and what is wrong with it."),
     "plugins": ("octavo.cli.plugins", "List plugins, and explain which parts a model would get and why."),
     "version": ("octavo.cli.version", "Print versions."),

@@ -119,7 +119,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     source = resolve_source(config.model, config.revision, weights=not dummy)
     _check_format(config, source)
     architecture = source.architecture
-    dtype, why["dtype"] = _dtype(config.dtype, source, device)
+    dtype, why["dtype"] = model_dtype(config.dtype, source, device)
     kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype)
 
     def needs(kind: Kind, **facts: Any) -> Needs:
@@ -200,7 +200,7 @@ def _check_format(config: EngineConfig, source: ModelSource) -> None:
         raise ConfigError(f"--load-format {config.load_format}: {source.path} is {what}; use --load-format auto")
 
 
-def _dtype(asked: str, source: ModelSource, device: Device) -> tuple[str, str]:
+def model_dtype(asked: str, source: ModelSource, device: Device) -> tuple[str, str]:
     """(torch dtype name, why): the one asked for, or the checkpoint's."""
     name, reason = DTYPES.get(asked, asked), "named in the configuration"
     if asked == "auto" and source.kind == "gguf":
