@@ -24,12 +24,15 @@ from octavo.engine.hugepages import collapse_into_huge_pages
 from octavo.engine.plan import Plan, plan_engine
 from octavo.engine.runner import ModelRunner
 from octavo.engine.threads import ThreadGovernor
+from octavo.errors import PluginError
 from octavo.interfaces import (
     AllocatorParts,
     AttentionBackend,
     AttentionLayer,
     AttentionParts,
     BoundGroup,
+    Experts,
+    ExpertsSpec,
     Model,
     ModelParts,
     OperatorParts,
@@ -168,6 +171,7 @@ def _model(
             tied=quantizer.tied,
             attention=attention,
             op=operators,
+            experts=getattr(quantizer, "experts", _no_experts(plan.quantizer.name)),
         ),
     )
     load_weights(
@@ -183,6 +187,17 @@ def _model(
     )
     model.finish()
     return model, layers, backend, operators
+
+
+def _no_experts(quantizer: str) -> Callable[..., Experts]:
+    """What stands for the experts of a quantizer that has none: an error, where a model asks for them."""
+
+    def refuse(prefix: str, spec: ExpertsSpec) -> Experts:
+        raise PluginError(
+            f"{prefix}: the model is a mixture of {spec.count} experts, and quantizer {quantizer!r} has no experts(): it serves dense models"
+        )
+
+    return refuse
 
 
 def _valid_vocab(plan: Plan) -> int | None:

@@ -11,29 +11,10 @@ from torch import Tensor
 
 from octavo.interfaces import AttentionLayer, ModelParts, Step
 from octavo.model.families import DecoderConfig, LayerConfig
-from octavo.model.linear import torch_device
+from octavo.model.parameter import Parameter
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin of a step, as `octavo.model.rotary` makes them."""
-
-
-class Parameter:
-    """One checkpoint tensor on the model's device, in `dtype` (default: the model's); `get` once it is filled."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], parts: ModelParts, dtype: torch.dtype | None = None) -> None:
-        self._name = name
-        self._value: Tensor | None = None
-        self._dtype, self._device = dtype or getattr(torch, parts.dtype), torch_device(parts.device)
-        parts.weights.declare(name, shape, self._fill)
-
-    def _fill(self, tensor: Tensor) -> None:
-        # A copy even where nothing is cast: the tensor may be a view of a mapped file.
-        self._value = tensor.to(device=self._device, dtype=self._dtype, copy=True)
-
-    def get(self) -> Tensor:
-        if self._value is None:
-            raise RuntimeError(f"{self._name} is used before it is filled")
-        return self._value
 
 
 class Embedding:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo.catalog import Device
-from octavo.interfaces import QuantizerParts, Weights
+from octavo.errors import PluginError
+from octavo.interfaces import ExpertsSpec, QuantizerParts, Weights
+from octavo.model.experts import PlainExperts
 from octavo.model.matrix import Matrix, PackedMatrix, PlainMatrix, SmallProduct, head_matrix, layer_matrix, packs
 
 log = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ class PlainQuantizer:
         self._device, self._dtype = torch_device(parts.device), getattr(torch, parts.dtype)
         self._weights = parts.weights
         self._small = cast("SmallProduct | None", parts.find("small_linear"))
+        self._experts = parts.find("experts")
         self.path = (PackedMatrix if packs(self._device.type, self._dtype) else PlainMatrix).name
         log.info("linear layers: %s, %s on %s", self.path, parts.dtype, self._device)
 
@@ -131,6 +134,12 @@ class PlainQuantizer:
 
     def tied(self, embedding: Callable[[], Tensor], out_features: int) -> TiedLinear:
         return TiedLinear(embedding, out_features, self._small)
+
+    def experts(self, prefix: str, spec: ExpertsSpec) -> PlainExperts:
+        """The routed experts of a layer, for the operator "experts" as it was found. PluginError where nobody offers it."""
+        if self._experts is None:
+            raise PluginError(f'{prefix}: no provider offers the operator "experts", which a mixture of experts needs')
+        return PlainExperts(prefix, spec, weights=self._weights, device=self._device, dtype=self._dtype, run=self._experts)
 
 
 def torch_device(device: Device) -> torch.device:

@@ -11,6 +11,7 @@ float32 whatever the dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.interfaces import OperatorParts
+from octavo.interfaces import Gate, OperatorParts, Routing
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
@@ -86,12 +87,108 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, with the tanh form of GELU, of gate_up [T, 2 I] as in `silu_mul`: a new tensor [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Which experts each token takes: (weights float32, ids int32), each [T, top_k], for logits float32 [T, experts].
+    bias float32 [experts] corrects the choice and nothing else; ids int [T, top_k], if given, are the choice."""
+    scores = _scores(logits, routing)
+    if ids is None:
+        choice = scores if bias is None else scores + bias
+        if routing.kept_groups < routing.groups:
+            choice = _keep_groups(choice, routing)
+        ids = choice.topk(routing.top_k, -1).indices
+    weights = scores.gather(-1, ids.long())
+    if routing.score == "softmax_chosen":
+        weights = weights.softmax(-1)
+    if routing.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * routing.scale, ids.int()
+
+
+def _scores(logits: Tensor, routing: Routing) -> Tensor:
+    if routing.score == "softmax":
+        return logits.softmax(-1)
+    if routing.score == "sigmoid":
+        return logits.sigmoid()
+    return F.softplus(logits).sqrt() if routing.score == "sqrtsoftplus" else logits
+
+
+def _keep_groups(choice: Tensor, routing: Routing) -> Tensor:
+    """choice with every expert outside the best groups at minus infinity."""
+    grouped = choice.view(len(choice), routing.groups, -1)
+    rank = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
+    kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, rank.topk(routing.kept_groups, -1).indices, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), -math.inf).view_as(choice)
+
+
+def gated(gate: Tensor, up: Tensor, form: Gate) -> Tensor:
+    """Gate of `octavo.interfaces`, element by element: a new tensor."""
+    if math.isfinite(form.limit):
+        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    if form.alpha == 1.0:
+        return F.silu(gate).mul_(up + form.offset if form.offset else up)
+    return (gate * torch.sigmoid(form.alpha * gate)).mul_(up + form.offset if form.offset else up)
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Gate,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    base: Tensor | None = None,
+) -> Tensor:
+    """A mixture of gated MLPs: for token t of x [T, H], the sum over j of weights[t, j] * MLP[ids[t, j]](x[t]), plus
+    base[t]: a new tensor [T, H] of x's dtype, summed in float32.
+
+    gate_up [E, 2 I, H] (gate's rows, then up's), down [E, H, I], biases [E, 2 I] and [E, H]; weights float32 and ids
+    int32 [T, k]. On a CPU only the experts in use run, on their tokens. On a device
+    that runs ahead of the host every expert takes every token, because to ask which are in use would wait for it: correct
+    anywhere, and slow there."""
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        both = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        left, right = both.chunk(2, -1)
+        inner = gated(left, right, gate)
+        return F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
+
+    total = torch.zeros_like(x, dtype=torch.float32) if base is None else base.float()
+    if x.is_cuda:
+        shares = weights.new_zeros(len(x), len(gate_up)).scatter_add_(1, ids.long(), weights)
+        for expert in range(len(gate_up)):
+            total = total + run(expert, x) * shares[:, expert, None]
+        return total.to(x.dtype)
+    total = total.clone() if base is not None else total
+    chosen = ids.flatten()
+    order = chosen.argsort(stable=True)  # pairs (token, place), by expert
+    found, counts = torch.unique_consecutive(chosen[order], return_counts=True)
+    tokens, shares = order // ids.shape[1], weights.flatten()[order].unsqueeze(1)
+    start = 0
+    for expert, count in zip(found.tolist(), counts.tolist(), strict=True):
+        rows = tokens[start : start + count]
+        total.index_add_(0, rows, run(expert, x[rows]).float() * shares[start : start + count])
+        start += count
+    return total.to(x.dtype)
+
+
 OPERATORS: dict[tuple[str, str], Callable[..., Any]] = {
     ("embedding", "plain"): embedding,
     ("rms_norm", "plain"): rms_norm,
     ("add_rms_norm", "plain"): add_rms_norm,
     ("qk_norm_rope", "plain"): qk_norm_rope,
     ("silu_mul", "plain"): silu_mul,
+    ("gelu_tanh_mul", "plain"): gelu_tanh_mul,
+    ("route", "plain"): route,
+    ("experts", "plain"): experts,
 }
 
 

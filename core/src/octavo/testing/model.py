@@ -81,7 +81,8 @@ class BareModel:
         facts = adapter.facts(config, dtype, dtype)
         limits = Limits(max_rows, max_rows * max_len, max_len)
         self.attention = TorchAttention(None, AttentionParts(device, dtype))
-        quantizer = PlainQuantizer(None, QuantizerParts(device, dtype, {}, weights))
+        operators = OperatorSet(TorchOperators(None, OperatorParts(device, dtype)).ops, {})
+        quantizer = PlainQuantizer(None, QuantizerParts(device, dtype, {}, weights, operators.find))
         layers: dict[int, AttentionLayer] = {}
 
         def attention(layer: AttentionLayer) -> PagedAttention:
@@ -98,7 +99,8 @@ class BareModel:
                 linear=quantizer.linear,
                 tied=quantizer.tied,
                 attention=attention,
-                op=OperatorSet(TorchOperators(None, OperatorParts(device, dtype)).ops, {}),
+                op=operators,
+                experts=quantizer.experts,
             ),
         )
         weights.fill(tensors, adapter.ignored)
