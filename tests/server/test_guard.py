@@ -8,8 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from octavo.config import ServerConfig
 from octavo.errors import ConfigError
-from octavo.server.auth import Guard, Keys
+from octavo.server.auth import Guard
+from octavo.server.tenants import Keys, Tenants
 from starlette.types import Receive, Scope, Send
 
 KEYS, ADMINS = ("first-secret", "second-secret"), ("admin-secret",)
@@ -27,6 +29,10 @@ class Inner:
         await send({"type": "http.response.body", "body": b"in"})
 
 
+def guard(inner: Any, keys: tuple[str, ...] = (), admins: tuple[str, ...] = ()) -> Guard:
+    return Guard(inner, Tenants(ServerConfig(api_key=keys, admin_api_key=admins)))
+
+
 def ask(
     path: str, header: str | None = None, *, keys: tuple[str, ...] = KEYS, admins: tuple[str, ...] = ADMINS, method: str = "GET"
 ) -> Any:
@@ -34,7 +40,7 @@ def ask(
     headers = {} if header is None else {"Authorization": header}
 
     async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(Guard(inner, keys, admins))
+        transport = httpx.ASGITransport(guard(inner, keys, admins))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, headers=headers)
 
@@ -103,22 +109,22 @@ def test_each_key_is_a_tenant_with_a_cache_domain_of_its_own_that_is_not_the_key
 @pytest.mark.parametrize("keys", [("",), ("good", "  ")])
 def test_an_empty_key_stops_the_start(keys: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="empty key"):
-        Guard(Inner(), keys, ())
+        guard(Inner(), keys)
 
 
 def test_a_key_for_clients_and_administrators_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="administrator") as caught:
-        Guard(Inner(), ("same-secret",), ("same-secret",))
+        guard(Inner(), ("same-secret",), ("same-secret",))
     assert "same-secret" not in str(caught.value)
 
 
 def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    import octavo.server.auth as auth
+    import octavo.server.tenants as tenants
 
     calls = []
-    real = auth.hmac.compare_digest
-    monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: calls.append(1) or real(a, b))
-    keys = Keys(["a", "b", "c"], "--api-key")
+    real = tenants.hmac.compare_digest
+    monkeypatch.setattr(tenants.hmac, "compare_digest", lambda a, b: calls.append(1) or real(a, b))
+    keys = Keys.plain(["a", "b", "c"], "--api-key")
     for presented in ("a", "c", "wrong"):
         calls.clear()
         keys.find(presented)
@@ -143,7 +149,7 @@ def test_a_websocket_is_refused_before_the_application_sees_it() -> None:
         async def receive() -> Any:
             return {"type": "websocket.connect"}
 
-        await Guard(inner, (), ())({"type": "websocket", "path": "/health", "headers": []}, receive, send)
+        await guard(inner)({"type": "websocket", "path": "/health", "headers": []}, receive, send)
 
     asyncio.run(go())
     assert sent == [{"type": "websocket.close", "code": 1008}] and not inner.seen

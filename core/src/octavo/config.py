@@ -60,6 +60,13 @@ class EngineConfig(_Config):
     kv_cache_dtype: str = _field("auto", "Precision of the KV cache; `auto` is the model's.", group="cache")
     gpu_memory_utilization: float = _field(0.9, "Share of the device's memory to use.", group="cache", gt=0, le=1)
     kv_cache_memory_bytes: int | None = _field(None, "Size of the KV cache, instead of a share of memory.", group="cache", ge=1)
+    memory_share: float | None = _field(
+        None, "Share of the device's memory for this engine alone (weights, workspace and cache), whatever others hold.",
+        group="cache", gt=0, le=1,
+    )  # fmt: skip
+    reserved_memory_bytes: int = _field(
+        0, "Free memory of the device to leave alone; a server adds what its other models were promised.", group="cache", ge=0
+    )
     num_gpu_blocks: int | None = _field(
         None, "Hard limit of KV blocks: what does not fit now is refused, not queued.", group="cache", ge=1
     )
@@ -98,21 +105,45 @@ class ServerConfig(_Config):
     port: int = _field(8000, "Port to listen on; 0 takes a free one.", group="server", ge=0, le=65535)
     uds: str | None = _field(None, "Unix socket to listen on, instead of host and port.", group="server")
     api_key: tuple[str, ...] = _field((), "Key that clients must send (repeatable).", group="server", secret=True)
+    api_keys_file: str | None = _field(
+        None, "YAML or JSON file of tenants: names, keys, weights, limits; read again on SIGHUP.", group="server"
+    )
+    api_keys: str | None = _field(None, "The content of such a file, for OCTAVO_API_KEYS.", group="server", secret=True)
     admin_api_key: tuple[str, ...] = _field(
         (), "Key of the /admin routes (repeatable); without one they are off.", group="server", secret=True
     )
     served_model_name: tuple[str, ...] = _field((), "Name(s) that clients use; default is the model's.", group="server")
+    models: tuple[str | dict[str, Any], ...] = _field(
+        (), "Further model to serve: NAME=PATH[,SETTING=VALUE...] (repeatable); in the file a list of {name, model, setting: value}.",
+        group="server",
+    )  # fmt: skip
+    max_engine_restarts: int = _field(
+        5, "Starts in a row that a crashed engine gets before its model is given up; 0 is none.", group="server", ge=0
+    )
     root_path: str = _field("", "Path prefix when behind a proxy.", group="server")
     allowed_origins: tuple[str, ...] = _field((), "Origins allowed by CORS (repeatable).", group="server")
     ssl_keyfile: str | None = _field(None, "TLS key file.", group="server")
     ssl_certfile: str | None = _field(None, "TLS certificate file.", group="server")
     ssl_ca_certs: str | None = _field(None, "CA file: client certificates are required.", group="server")
     max_body_bytes: int = _field(8 << 20, "Largest request body.", group="server", ge=1024)
+    header_timeout: float = _field(
+        15.0, "Seconds that a client has for a TLS handshake, and for a request's line and headers.", group="server", gt=0
+    )
+    body_timeout: float = _field(60.0, "Seconds that a client has to send a request's body.", group="server", gt=0)
     min_priority: int = _field(
         0, "Most urgent priority that clients may ask for (lower runs first); for --scheduling-policy priority.", group="server"
     )
     shutdown_timeout: float = _field(30.0, "Seconds that running requests get to finish after SIGTERM.", group="server", ge=0)
     log_level: Literal["debug", "info", "warning", "error"] = _field("info", "How much to log.", group="server")
+    log_format: Literal["text", "json"] = _field("text", "Lines for people, or one JSON object a line.", group="server")
+    log_file: str | None = _field(None, "File to log to, beside the terminal; it is rotated.", group="server")
+    log_file_bytes: int = _field(64 << 20, "Size at which the log file is rotated; five old ones are kept.", group="server", ge=4096)
     disable_log_requests: bool = _field(False, "No line per request.", group="server")
+    log_requests_on_error: bool = _field(
+        False, "A line only for requests that fail, with their prompt and the error's stack.", group="server"
+    )
     disable_log_stats: bool = _field(False, "No periodic line of throughput and cache use.", group="server")
     vllm_metrics: bool = _field(True, "Also export metrics under the names vLLM's dashboards use.", group="server")
+    otlp_traces_endpoint: str | None = _field(
+        None, "OTLP/HTTP address that traces are sent to (needs octavo[otel]); none are made without it.", group="server"
+    )

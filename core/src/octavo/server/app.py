@@ -58,8 +58,7 @@ def create_app(llm: AsyncLLM | None, config: ServerConfig, names: Sequence[str])
     app.state.service = service
     for router in (native.router, completions.router, admin.router):
         app.router.routes.extend(router.routes)  # flat, so that a walk over app.routes sees every one
-    app.add_middleware(Guard, api_keys=config.api_key, admin_keys=config.admin_api_key)
-    Guard(app, config.api_key, config.admin_api_key)  # Starlette builds its layers later: bad keys must stop the start
+    app.add_middleware(Guard, tenants=service.tenants)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

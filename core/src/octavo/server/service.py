@@ -15,10 +15,10 @@ from starlette.requests import Request
 from octavo.config import ServerConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import AdmissionRefused, EngineDead
-from octavo.server.auth import Principal
 from octavo.server.errors import ApiError, model_not_found
 from octavo.server.metrics import Metrics
 from octavo.server.records import Record, new_id
+from octavo.server.tenants import Principal, Tenants
 
 
 class Service:
@@ -26,6 +26,7 @@ class Service:
 
     def __init__(self, config: ServerConfig, names: Sequence[str]) -> None:
         self.config, self.names = config, list(names)
+        self.tenants = Tenants(config)
         self.started = int(time.time())
         self._llm: AsyncLLM | None = None
         self._metrics: Metrics | None = None
@@ -88,8 +89,9 @@ class Service:
     def priority(self, asked: int | None, request: Request) -> int:
         """The request's priority, from the body or the header `x-octavo-priority`; lower runs first.
 
-        Raises ApiError where it cannot be honoured: a first-come-first-served engine, or a value more
-        urgent than --min-priority.
+        Without either it is 0, or what the tenant's range has nearest to 0. Raises ApiError where it
+        cannot be honoured: a first-come-first-served engine, or a value outside the tenant's range
+        (more urgent than --min-priority, where the tenant has none of its own).
         """
         header = request.headers.get("x-octavo-priority")
         param = "priority" if asked is not None else "x-octavo-priority"
@@ -100,16 +102,18 @@ class Service:
                 raise ApiError(
                     400, f"{param}: must be an integer, got {header[:40]!r}", param=param, code="invalid_value"
                 ) from None
-        if not asked:
-            return 0
+        low, high = principal(request).priorities(self.config.min_priority)
+        if asked is None:
+            return min(max(0, low), high)
         if self.llm.config.scheduling_policy != "priority":
+            if asked == 0:
+                return 0
             raise ApiError(
                 400,
                 f"{param}: this server runs first come, first served (--scheduling-policy priority honours priorities)",
                 param=param,
                 code="unsupported",
             )
-        low, high = self.config.min_priority, 2**31 - 1
         if not low <= asked <= high:
             raise ApiError(400, f"{param}: must be in [{low}, {high}], got {asked}", param=param, code="invalid_value")
         return asked
