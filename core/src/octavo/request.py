@@ -158,6 +158,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eos_token_ids: the model's stop set (union of config, generation_config and tokenizer).
     domain: prefix-cache domain, from the authenticated tenant, never from the client.
     priority: lower runs first. deadline: seconds after arrival, None for no deadline.
+    weight: the tenant's share of the engine, relative to other tenants with work of the same priority.
     """
 
     id: str
@@ -168,6 +169,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     domain: str = ""
     priority: int = 0
     deadline: float | None = None
+    weight: float = 1.0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
