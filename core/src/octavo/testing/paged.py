@@ -23,7 +23,8 @@ GUARD = 4096
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One attention layer over one cache geometry. heads is (q heads, kv heads)."""
+    """One attention layer over one cache geometry. heads is (q heads, kv heads). latent: one kv head, whose V is the
+    first v_dim of its K."""
 
     heads: tuple[int, int] = (4, 2)
     k_dim: int = 64
@@ -36,6 +37,7 @@ class Shape:
     sinks: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
+    latent: bool = False
 
     def layer(self, index: int = 0, sinks: Tensor | None = None) -> AttentionLayer:
         return AttentionLayer(
@@ -54,7 +56,7 @@ class Shape:
 
     def spec(self) -> KVSpec:
         return KVSpec(
-            kind="window" if self.window else "full",
+            kind="latent" if self.latent else "window" if self.window else "full",
             heads=self.heads[1],
             k_dim=self.k_dim,
             v_dim=self.v_dim or self.k_dim,
@@ -137,9 +139,9 @@ class Scene:
             return list(values.to(self.torch_device, getattr(torch, shape.dtype)))
 
         v_dim = shape.v_dim or shape.k_dim
-        return Row(
-            slot, draw(shape.heads[0], shape.k_dim), draw(shape.heads[1], shape.k_dim), draw(shape.heads[1], v_dim), length
-        )
+        q, k = draw(shape.heads[0], shape.k_dim), draw(shape.heads[1], shape.k_dim)
+        v = [x[..., :v_dim] for x in k] if shape.latent else draw(shape.heads[1], v_dim)
+        return Row(slot, q, k, v, length)
 
     def _bind(self, blocks: int, max_rows: int, layers: list[AttentionLayer]) -> None:
         spec, size = self.shape.spec(), self.shape.block_size

@@ -31,6 +31,9 @@ class TritonOptions(Options):
 def accepts(needs: Needs, options: Any) -> Accept | Reject:
     """CUDA of capability 8.0 or later, and every shape of `layers`; else the first need that cannot be met."""
     device, facts = needs.device, needs.facts
+    other = next((spec.kind for spec in facts.get("kv_specs") or () if spec.kind not in ("full", "window")), None)
+    if other:
+        return Reject(f"a layer has a KV cache of kind {other!r}; this backend keeps full and window caches")
     if device.type != "cuda":
         return Reject(f"device is {device.type}: Triton attention needs CUDA")
     if device.capability < (8, 0):
