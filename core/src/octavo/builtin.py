@@ -112,9 +112,10 @@ def register_executors() -> list[Provider]:
 
 def accepts_torch_attention(needs: Needs, options: Any) -> Accept | Reject:
     """Any device, any shape, any block size; small blocks on a CPU, larger ones where launches cost more."""
-    other = next((spec.kind for spec in needs.facts.get("kv_specs", ()) if spec.kind not in ("full", "window")), None)
+    kinds = ("full", "window", "latent")
+    other = next((spec.kind for spec in needs.facts.get("kv_specs", ()) if spec.kind not in kinds), None)
     if other:
-        return Reject(f"a layer has a KV cache of kind {other!r}; this backend keeps full and window caches")
+        return Reject(f"a layer has a KV cache of kind {other!r}; this backend keeps full, window and latent caches")
     sizes = (16, 32, 64, 128, 8) if needs.device.type == "cpu" else (64, 32, 16, 128, 8)
     return Accept({"block_sizes": sizes}, "runs on any device, for any head shape and block size")
 

@@ -1,7 +1,8 @@
 """What the torch backend works out once a step and reuses in every layer of a KV group.
 
 Owns the split of a step's rows into tiles and the cache entries that each tile reads. An *entry* is a
-line of the cache seen as [blocks * 2 * kv_heads * block_size, width]: K or V of one head of one token.
+line of the cache seen as [blocks * planes * block_size, width]: K or V of one head of one token (planes are
+K heads, then V heads; a latent cache has one, whose entries are both).
 Only entries of tokens that the row holds are ever listed, so that whatever lies in free blocks or in
 the unused tail of a block is never read, not even to be masked.
 """
@@ -74,7 +75,7 @@ class LongTile:
 
 @dataclass(slots=True)
 class GroupPlan:
-    """writes: int64 [T * 2 * kv_heads], the entries that each token's K heads, then V heads are stored in."""
+    """writes: int64 [T * planes], the entries that each token's K heads, then V heads are stored in."""
 
     writes: Tensor
     short: list[ShortTile]
@@ -102,9 +103,10 @@ class GroupPlanner:
     def __init__(self, group: KVGroup, device: torch.device) -> None:
         self._index, self._size, self._window = group.index, group.block_size, group.spec.window
         self._device = device
-        self._planes = torch.arange(2 * group.spec.heads, device=device)  # K heads, then V heads
+        self._kinds = 1 if group.spec.kind == "latent" else 2  # a latent entry is K and V at once
+        self._planes = torch.arange(self._kinds * group.spec.heads, device=device)  # K heads, then V heads
         width = 4 * max(group.spec.k_dim, group.spec.v_dim)  # bytes, at the widest dtype
-        self._tile_keys = TILE_BYTES // (2 * group.spec.heads * width)
+        self._tile_keys = TILE_BYTES // (len(self._planes) * width)
 
     def plan(self, step: Step) -> GroupPlan:
         host = step.host
@@ -143,8 +145,8 @@ class GroupPlanner:
         return tiles
 
     def entries(self, blocks: Tensor, positions: Tensor) -> Tensor:
-        """Entries [2, B, kv_heads, L], flat, of positions [B, L] that lie in blocks int32 [B, L]."""
-        lines = blocks.long()[None, :, None] * len(self._planes) + self._planes.view(2, 1, -1, 1)
+        """Entries [2, B, kv_heads, L] (latent: [1, B, 1, L]), flat, of positions [B, L] that lie in blocks int32 [B, L]."""
+        lines = blocks.long()[None, :, None] * len(self._planes) + self._planes.view(self._kinds, 1, -1, 1)
         return lines.mul_(self._size).add_((positions % self._size).unsqueeze(1)).view(-1)
 
     def _long(self, rows: _Rows, i: int, table: Tensor) -> LongTile:

@@ -34,7 +34,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(slots=True)
 class _Layer:
-    """A layer with its cache: `entries` [blocks * 2 * kv_heads * block_size, width]."""
+    """A layer with its cache: `entries` [blocks * planes * block_size, width]."""
 
     facts: AttentionLayer
     plan: str  # where step.scratch holds its group's GroupPlan
@@ -46,7 +46,7 @@ class _Layer:
 
 class TorchAttention:
     """interfaces.AttentionBackend. Layout of a block: [K or V, kv_head, slot, width], width the larger
-    of k_dim and v_dim.
+    of k_dim and v_dim; of a latent one [slot, k_dim], whose V is the first v_dim of its K.
 
     A layer's lse is the natural logarithm of the softmax's denominator, its sink included.
     """
@@ -62,10 +62,15 @@ class TorchAttention:
         self._tables: tuple[Tensor, ...] = ()  # the state table's, whose buffers outlive a step
 
     def layout(self, spec: KVSpec, block_size: int) -> CacheLayout:
-        if spec.kind not in ("full", "window"):
-            raise ValueError(f"attention 'torch' keeps full and window caches, not {spec.kind!r}")
-        shape = (2, spec.heads, block_size, max(spec.k_dim, spec.v_dim))
+        if spec.kind not in ("full", "window", "latent"):
+            raise ValueError(f"attention 'torch' keeps full, window and latent caches, not {spec.kind!r}")
         dtype: torch.dtype = getattr(torch, spec.dtype)
+        if spec.kind == "latent":
+            if spec.heads != 1:
+                raise ValueError(f"a latent cache has one shared head, not {spec.heads}")
+            size = block_size * spec.k_dim * dtype.itemsize
+            return CacheLayout(spec.dtype, (block_size, spec.k_dim), size, "[slot, latent and rope]")
+        shape = (2, spec.heads, block_size, max(spec.k_dim, spec.v_dim))
         return CacheLayout(spec.dtype, shape, math.prod(shape) * dtype.itemsize, "[k or v, kv_head, slot, width]")
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
@@ -91,6 +96,10 @@ class TorchAttention:
 
     def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
         bound, plan = self._at(layer, step)
+        if bound.group.spec.kind == "latent":
+            k = _encode(k, bound.cache.dtype, bound.facts.k_scale)
+            bound.entries.index_copy_(0, plan.writes, k.reshape(len(k), -1))
+            return
         if bound.cache.dtype != k.dtype:
             k, v = _encode(k, bound.cache.dtype, bound.facts.k_scale), _encode(v, bound.cache.dtype, bound.facts.v_scale)
         width = bound.entries.shape[1]
@@ -214,6 +223,11 @@ class TorchAttention:
         found = layer.entries.index_select(0, entries)
         if dtype in _FLOAT8:
             found = found.view(dtype)
+        if layer.group.spec.kind == "latent":
+            keys = found.to(self._compute).view(*shape, -1)
+            if dtype in _FLOAT8:
+                keys = keys * facts.k_scale
+            return keys, keys[..., : facts.v_dim]
         keys, values = found.to(self._compute).view(2, *shape, -1).unbind()
         if dtype in _FLOAT8:
             keys, values = keys * facts.k_scale, values * facts.v_scale
