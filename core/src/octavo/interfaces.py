@@ -24,6 +24,8 @@ from octavo.request import Batch, EngineStats, Event, Request, Result, TableUpda
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.cache.tier import Parcel
+
     from octavo.model.export import CheckpointWriter
     from octavo.model.source import ModelSource
 
@@ -36,7 +38,8 @@ class KVSpec:
     """The KV cache of one layer.
 
     kind "full" keeps every token; "window" keeps the last `window` tokens (the current one
-    included); "latent" one shared head; "state" a slot per sequence. k_dim and v_dim are per head.
+    included); "latent" one shared head, whose V is the first v_dim of its K and is not stored again;
+    "state" a slot per sequence. k_dim and v_dim are per head.
     """
 
     kind: Literal["full", "window", "latent", "state"]
@@ -88,13 +91,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Blocks of the pool: total = free + cached + used. free holds nothing; cached holds a prefix
-    that nobody references (evictable); used is referenced by at least one row."""
+    """Blocks of the pool: total = free + cached + used + pinned. free holds nothing; cached holds a prefix
+    that nobody references (evictable); used is referenced by at least one row; pinned by pins alone."""
 
     total: int
     free: int
     cached: int
     used: int
+    pinned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,9 @@ class AllocatorParts:
     """What an allocator is built from. num_blocks is the pool's size; max_rows the state table's.
 
     max_step_tokens: most tokens that one step adds to one row (max_num_batched_tokens); `fits` needs
-    it to bound what a window group holds. 0: unknown, a step may be as long as the sequence."""
+    it to bound what a window group holds. 0: unknown, a step may be as long as the sequence. host_slots:
+    places in host memory, each for one block (0: none, `swap_out` then gives None). max_blocks: the
+    most that `resize` may be asked for (0: num_blocks)."""
 
     groups: tuple[KVGroup, ...]
     num_blocks: int
@@ -110,6 +116,8 @@ class AllocatorParts:
     max_model_len: int
     prefix_caching: bool = True
     max_step_tokens: int = 0
+    host_slots: int = 0
+    max_blocks: int = 0
 
 
 class Allocator(Protocol):
@@ -119,12 +127,19 @@ class Allocator(Protocol):
     reference count of a block equals the number of table entries that name it.
     """
 
-    def admit(self, row: int, tokens: np.ndarray, domain: str, salt: str = "", *, reuse: bool = True) -> int:
+    def admit(
+        self, row: int, tokens: np.ndarray, domain: str, salt: str = "", *, reuse: bool = True, parcel: Parcel | None = None,
+        rank: int = 0,
+    ) -> int:  # fmt: skip
         """Give `row` to a sequence whose host-known tokens are `tokens` (int32), attach the longest
         cached prefix (full, computed, verified blocks; never the last token) and return its length
         in tokens. `domain` is searched first, then "public". `salt` (RoPE variant, adapter) is part
         of every key. Without `reuse` nothing is looked up (a request that wants prompt logprobs must
-        compute its whole prompt). The row must be empty."""
+        compute its whole prompt). The row must be empty.
+
+        parcel: what `swap_out` gave for the same sequence. If it reaches further than the hit and there is
+        room, its content comes back and the answer is its `computed`. It stays valid until `discard`.
+        rank: what the row's prefixes are worth when blocks are evicted: 0 normal, 1 more, 2 less."""
 
     def extend(self, row: int, tokens: np.ndarray) -> None:
         """Append tokens that became known (sampled ones), so that blocks they fill can be published."""
@@ -151,14 +166,22 @@ class Allocator(Protocol):
         """Empty these rows; blocks without references become cached or free, at once reusable by
         later work of the same stream. Releasing an empty row does nothing."""
 
+    def swap_out(self, row: int) -> Parcel | None:
+        """Release the row as `release` does, and keep what it computed in host memory. None, with nothing
+        changed, where host memory has no room: the caller then releases the row and computes again."""
+
+    def discard(self, parcel: Parcel) -> None:
+        """Nobody will continue from this parcel (any more). Discarding twice does nothing."""
+
     def blocks(self, tokens: int) -> int:
         """Blocks that one sequence of that length holds at most, all groups together, nothing shared."""
 
     def fits(self, tokens: int) -> bool:
-        """Whether the pool, if nothing else were in it, could hold one sequence of that length."""
+        """Whether the pool, if nothing but pins were in it, could hold one sequence of that length."""
 
     def drain(self) -> tuple[tuple[TableUpdate, ...], tuple[tuple[int, np.ndarray, np.ndarray], ...]]:
-        """Table changes and copies-on-write (group, sources, targets) since the last call."""
+        """Table changes and copies since the last call: (KV group, sources, targets) for copy on write, and
+        octavo.request's TO_HOST, FROM_HOST or MOVE in place of the group."""
 
     def table(self, group: int) -> np.ndarray:
         """int32 [max_rows, columns]: the block table; entries that hold no block are -1."""
@@ -166,7 +189,26 @@ class Allocator(Protocol):
     def usage(self) -> Usage: ...
 
     def reset(self) -> None:
-        """Forget every cached prefix. Rows keep their blocks, which will not be hit any more."""
+        """Forget every cached prefix, every pin and every parcel, in host memory as well. Rows keep their
+        blocks, which will not be hit any more; a parcel that is lost counts as none."""
+
+    def evict(self) -> int:
+        """Make every cached block free (host memory keeps what it can); how many there were."""
+
+    def pin(self, tokens: np.ndarray, domain: str, salt: str = "", *, leave: int = 0) -> int:
+        """Keep the longest cached prefix of these tokens in the pool until `unpin` or `reset`. Returns its
+        length; 0, with nothing pinned, if there is none, or if fewer than `leave` blocks would stay unpinned."""
+
+    def unpin(self, tokens: np.ndarray, domain: str, salt: str = "") -> int:
+        """Undo `pin`. Returns the length that was pinned, 0 if it was not."""
+
+    def resize(self, num_blocks: int) -> int:
+        """Use blocks [0, num_blocks) from now on. Growing: their memory is there. Shrinking: held blocks are
+        moved off the tail (see `drain`), whose memory may be taken once those copies are done. Returns
+        the number in use then, which is larger than asked for where rows and pins hold more."""
+
+    def memory(self) -> dict[str, Any]:
+        """Plain numbers of cache, pins and host memory, for people."""
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. For tests and the idle loop."""
@@ -265,7 +307,9 @@ class AttentionLayer:
     """One attention layer, as the model declares it: index into kv_specs order, and its numbers.
 
     scale multiplies q.k; softcap 0 is off; window None sees everything; sinks is a per-head
-    learned logit [num_heads] that joins the softmax and is dropped (None: no sinks)."""
+    learned logit [num_heads] that joins the softmax and is dropped (None: no sinks). k_scale and v_scale multiply what
+    a float8 cache holds; the build takes them from the checkpoint, where they stand under `module`, such as
+    "model.layers.0.self_attn" ("": this layer has none)."""
 
     index: int
     num_heads: int
@@ -278,6 +322,7 @@ class AttentionLayer:
     sinks: Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +366,8 @@ class AttentionBackend(Protocol):
         """Device work once a step, inside the graph; all layers reuse it."""
 
     def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
-        """Store k [T, kv_heads, k_dim], v [T, kv_heads, v_dim] at the step's slots."""
+        """Store k [T, kv_heads, k_dim], v [T, kv_heads, v_dim] at the step's slots. In a latent group v is
+        k[..., :v_dim], and need not be read."""
 
     def run(self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None) -> Tensor:
         """Causal attention of q [T, heads, k_dim] over the cache; fills and returns out
@@ -354,15 +400,31 @@ class Weights(Protocol):
         that is not optional, a wrong shape, an undeclared tensor: LoadError, before `fill` runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A quantised Linear input: value = data * scale. What an operator of a format other than "plain" returns in the
+    place of a tensor, and a Linear of that format takes.
+
+    data: [T, in], such as float8_e4m3fn, each row dense. scale: float32 [T, 1] (a scale a token) or [T, ceil(in / g)]
+    (one for every g neighbouring channels of a token); the format's name says which, and its quantizer documents it.
+    """
+
+    data: Tensor
+    scale: Tensor
+
+
 class Linear(Protocol):
     """y = x W^T + b, in whatever format the quantizer keeps. `activation` names the input format
-    it wants ("plain" is the model's dtype); `finish` runs once after every part is filled."""
+    it likes best ("plain" is a tensor of the model's dtype, others are an `Activation`): whoever makes its input
+    resolves ("add_rms_norm", activation) and the like, so that the quantisation is fused. It takes plain input
+    too. `finish` runs once after every part is filled."""
 
     activation: str
     out_features: int
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in_features] -> [T, out_features] (the parts side by side)."""
+    def __call__(self, x: Any) -> Tensor:
+        """x [T, in_features], a Tensor or an Activation of the format `activation` -> [T, out_features] (the parts
+        side by side)."""
 
     def finish(self) -> None: ...
 

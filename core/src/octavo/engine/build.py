@@ -39,6 +39,7 @@ from octavo.interfaces import (
     QuantizerParts,
     SchedulerParts,
 )
+from octavo.model.kv_scales import KVScales
 from octavo.model.loader import WeightTable, load_weights
 from octavo.model.rope import rope_variant
 from octavo.model.tokenizer_files import load_tokenizer_files
@@ -174,6 +175,7 @@ def _model(
             experts=getattr(quantizer, "experts", _no_experts(plan.quantizer.name)),
         ),
     )
+    scales = KVScales(table, layers.values())
     load_weights(
         plan.source,
         table,
@@ -186,7 +188,7 @@ def _model(
         progress=lambda done, total: tell("weights", done, total),
     )
     model.finish()
-    return model, layers, backend, operators
+    return model, scales.applied(layers, plan.kv_dtype), backend, operators
 
 
 def _no_experts(quantizer: str) -> Callable[..., Experts]:

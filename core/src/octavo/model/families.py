@@ -62,6 +62,7 @@ class DecoderConfig:
             v_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=self.layers[index].window,
+            module=f"model.layers.{index}.self_attn",
         )
 
 
