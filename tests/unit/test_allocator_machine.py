@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from octavo.cache.allocator import BlockAllocator
 from octavo.testing.allocator import GEOMETRIES
-from octavo.testing.allocator_model import Paging
+from octavo.testing.allocator_model import Paging, array
 
 ROWS = 5
 LONGEST = 40
+
+SEQUENCES = st.one_of(st.lists(st.integers(0, 1), min_size=1, max_size=20), st.integers(1, 20).map(lambda n: [0] * n))
+"""Prompts: any, and (often enough to be found again) prefixes of one and the same."""
 
 
 class Calls(RuleBasedStateMachine):
@@ -25,8 +28,9 @@ class Calls(RuleBasedStateMachine):
         geometry=st.sampled_from(sorted(GEOMETRIES)),
         blocks=st.integers(3, 60),
         prefix_caching=st.sampled_from([True, True, False]),
+        host_slots=st.sampled_from([0, 2, 7, 40]),
     )
-    def build(self, geometry: str, blocks: int, prefix_caching: bool) -> None:
+    def build(self, geometry: str, blocks: int, prefix_caching: bool, host_slots: int) -> None:
         self.paging = Paging(
             lambda parts: BlockAllocator(None, parts),
             GEOMETRIES[geometry],
@@ -34,6 +38,8 @@ class Calls(RuleBasedStateMachine):
             max_rows=ROWS,
             max_model_len=LONGEST,
             prefix_caching=prefix_caching,
+            host_slots=host_slots,
+            max_blocks=blocks + 20,
         )
 
     def running(self) -> bool:
@@ -48,13 +54,43 @@ class Calls(RuleBasedStateMachine):
     @precondition(room)
     @rule(
         data=st.data(),
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        tokens=SEQUENCES,
         domain=st.sampled_from(["a", "b", "public"]),
         salt=st.sampled_from(["", "", "x"]),
         reuse=st.sampled_from([True, True, True, False]),
+        rank=st.sampled_from([0, 0, 1, 2]),
     )
-    def admit(self, data: st.DataObject, tokens: list[int], domain: str, salt: str, reuse: bool) -> None:
-        self.paging.admit(self.pick(data, taken=False), tokens, domain, salt, reuse=reuse)
+    def admit(self, data: st.DataObject, tokens: list[int], domain: str, salt: str, reuse: bool, rank: int) -> None:
+        self.paging.admit(self.pick(data, taken=False), tokens, domain, salt, reuse=reuse, rank=rank)
+
+    @precondition(running)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        self.paging.swap_out(self.pick(data))
+
+    @precondition(lambda self: self.room() and self.paging.parcels)
+    @rule(data=st.data(), keep=st.sampled_from([True, True, True, False]))
+    def swap_in(self, data: st.DataObject, keep: bool) -> None:
+        which = data.draw(st.integers(0, len(self.paging.parcels) - 1))
+        if keep:
+            self.paging.resume(self.pick(data, taken=False), which)
+        else:
+            self.paging.discard(which)
+
+    @rule(change=st.integers(-8, 8))
+    def resize(self, change: int) -> None:
+        self.paging.resize(max(1, min(self.paging.num_blocks + change, self.paging.parts.max_blocks)))
+
+    @rule(tokens=SEQUENCES, domain=st.sampled_from(["a", "public"]), leave=st.integers(0, 20), keep=st.booleans())
+    def pin(self, tokens: list[int], domain: str, leave: int, keep: bool) -> None:
+        pinned = self.paging.pin(tokens, domain, leave=leave)
+        if not keep:
+            assert self.paging.allocator.unpin(array(*tokens), domain) == pinned
+
+    @rule()
+    def evict(self) -> None:
+        self.paging.lossless &= not self.paging.allocator.evict()
+        self.paging.verify()
 
     @precondition(running)
     @rule(data=st.data())
@@ -106,7 +142,13 @@ class Calls(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "paging"):
             self.paging.release(*range(ROWS))
+            while self.paging.parcels:
+                self.paging.discard()
             assert self.paging.allocator.usage().used == 0
+            self.paging.reset()
+            usage = self.paging.allocator.usage()
+            assert usage.free == usage.total == self.paging.num_blocks
+            assert self.paging.allocator.memory()["host_parcel_slots"] == 0
 
 
 TestAnyOrderOfCalls = Calls.TestCase

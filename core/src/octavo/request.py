@@ -309,12 +309,17 @@ class TableUpdate:
     blocks: np.ndarray  # int32
 
 
+TO_HOST, FROM_HOST, MOVE = -1, -2, -3
+"""In place of a KV group in `Batch.copies`: blocks to host slots, host slots to blocks, blocks to blocks,
+each with all its pages (in every tensor of the pool, whichever group holds the block)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """An immutable work order for one step. All columns are numpy arrays over the batch's rows.
 
-    The runner applies, in this order: `copies` (block to block, copy on write), `admissions`,
-    `tables`; then computes. Row i computes tokens [start[i], start[i] + num_new[i]) of the
+    The runner applies, in this order: `copies` (copy on write, swap, compaction: whole entry after whole
+    entry, in the order given), `admissions`, `tables`; then computes. Row i computes tokens [start[i], start[i] + num_new[i]) of the
     sequence in state-table row slots[i]; its input ids are in the state table already (prompt
     tokens from the admission, sampled ones written there by the step that sampled them, so that
     no token makes a round trip through the host). Where sample[i], the logits after the last
@@ -332,7 +337,7 @@ class Batch:
     source: np.ndarray  # int32 [R]
     admissions: tuple[Admission, ...] = ()
     tables: tuple[TableUpdate, ...] = ()
-    copies: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()  # (group, source blocks, target blocks)
+    copies: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()  # (group or TO_HOST, FROM_HOST, MOVE; sources; targets)
 
     @property
     def num_tokens(self) -> int:

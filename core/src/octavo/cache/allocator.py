@@ -2,8 +2,9 @@
 
 `BlockAllocator` is core's `octavo.interfaces.Allocator`. It owns ids, never tensors, and never
 waits for the device: a released block is at once reusable because whatever reuses it is submitted
-later to the same stream. Three parts do the work: `blocks.Blocks` (physical blocks),
-`table.GroupTable` (one block table per KV group) and `prefix.PrefixIndex` (content to block).
+later to the same stream. The work is done by `blocks.Blocks` (physical blocks), `table.GroupTable`
+(one block table per KV group), `prefix.PrefixIndex` (content to block), `pins.Pins`, and with host
+memory `tier.HostTier` (its slots) and `spill.Spill` (the traffic between the two).
 
 All groups draw from one pool. Per-row bounds keep the common step short: a decode step where
 nothing is due compares them and returns.
@@ -30,11 +31,14 @@ from octavo.cache.blocks import Blocks
 from octavo.cache.conflict import Conflict
 from octavo.cache.geometry import sequence_blocks
 from octavo.cache.hit import longest_hit
+from octavo.cache.pins import Pin, Pins, pin_id
 from octavo.cache.prefix import Lineage, PrefixIndex
+from octavo.cache.spill import Spill
 from octavo.cache.table import GroupTable
+from octavo.cache.tier import HostTier, Parcel
 from octavo.errors import ConfigError
 from octavo.interfaces import AllocatorParts, Usage
-from octavo.request import TableUpdate
+from octavo.request import MOVE, TableUpdate
 
 NEVER = np.iinfo(np.int64).max
 
@@ -66,8 +70,13 @@ class BlockAllocator:
         self._groups = parts.groups
         self._max_step_tokens = parts.max_step_tokens
         self._prefix_caching = parts.prefix_caching
-        self._index = PrefixIndex(parts.num_blocks)
-        self._blocks = Blocks(parts.num_blocks, self._index.remove)
+        self._copies: list[tuple[int, np.ndarray, np.ndarray]] = []
+        capacity = max(parts.num_blocks, parts.max_blocks)
+        tier = HostTier(parts.host_slots) if parts.host_slots else None
+        self._index = PrefixIndex(capacity, None if tier is None else tier.index)
+        self._spill = None if tier is None else Spill(tier, self._index, self._copies)
+        self._blocks = Blocks(parts.num_blocks, self._index.remove if self._spill is None else self._spill.evicted, capacity)
+        self._pins = Pins(self._blocks)
         # A row of state: the bounds, then first, held and published of each group.
         empty = [0, 0, 0, 0, 0, -1, NEVER, NEVER] + [0, 0, 0] * len(parts.groups)
         self._empty = np.array(empty)
@@ -84,7 +93,7 @@ class BlockAllocator:
         self._windowed = tuple(t for t in self._tables if t.window is not None)
         self._sizes = tuple(sorted({t.block_size for t in self._tables}))
         self._limit = parts.max_model_len
-        self._copies: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._ranks = [0] * parts.max_rows  # what the row's prefixes are worth (blocks.RANKS)
         self._lineages: list[Lineage | None] = [None] * parts.max_rows
         # What `admit` makes of an empty row: it holds nothing, and these are the first things to come.
         self._fresh = self._empty.copy()
@@ -99,7 +108,10 @@ class BlockAllocator:
 
     # ------------------------------------------------------------ a row's life
 
-    def admit(self, row: int, tokens: np.ndarray, domain: str, salt: str = "", *, reuse: bool = True) -> int:
+    def admit(
+        self, row: int, tokens: np.ndarray, domain: str, salt: str = "", *, reuse: bool = True, parcel: Parcel | None = None,
+        rank: int = 0,
+    ) -> int:  # fmt: skip
         if self._room[row]:
             raise ValueError(f"row {row} holds a sequence of {self._known[row]} tokens: release it before admitting another")
         known = len(tokens)
@@ -107,14 +119,16 @@ class BlockAllocator:
             raise ValueError(f"row {row}: {known} tokens are more than max_model_len {self._limit}")
         self._state[row] = self._fresh
         self._fast_known[row] = known
-        if not self._prefix_caching:
-            return 0
-        lineage = self._lineages[row] = Lineage(tokens, domain, salt, self._sizes)
-        if not reuse:
-            return 0
-        hit = self._attach(row, lineage, known)
-        self.prefix_queries += known
-        self.prefix_hits += hit
+        hit = 0
+        if self._prefix_caching:
+            self._ranks[row] = rank
+            lineage = self._lineages[row] = Lineage(tokens, domain, salt, self._sizes)
+            if reuse:
+                hit = self._attach(row, lineage, known)
+                self.prefix_queries += known
+                self.prefix_hits += hit
+        if parcel is not None and not parcel.lost and parcel.computed > hit:
+            return self._resume(row, hit, parcel)
         return hit
 
     def extend(self, row: int, tokens: np.ndarray) -> None:
@@ -152,6 +166,20 @@ class BlockAllocator:
         if self._prefix_caching:
             for row in rows.tolist():
                 self._lineages[row] = None
+
+    def swap_out(self, row: int) -> Parcel | None:
+        if self._spill is None or not self._room[row]:
+            return None
+        rows = np.array([row])
+        self._publish(rows)
+        parcel = self._spill.pack(row, int(self._computed[row]), self._tables)
+        if parcel is not None:
+            self.release(rows)
+        return parcel
+
+    def discard(self, parcel: Parcel) -> None:
+        if self._spill is not None:
+            self._spill.tier.discard(parcel)
 
     # ------------------------------------------------------------ a step
 
@@ -220,26 +248,83 @@ class BlockAllocator:
         return sequence_blocks(self._groups, tokens, self._max_step_tokens)
 
     def fits(self, tokens: int) -> bool:
-        return tokens <= self._limit and self.blocks(tokens) <= self._blocks.total
+        return tokens <= self._limit and self.blocks(tokens) <= self._blocks.total - self._pins.blocks().size
 
     def drain(self) -> tuple[tuple[TableUpdate, ...], Copies]:
         updates = tuple(update for table in self._tables if (update := table.changes()) is not None)
-        copies, self._copies = tuple(self._copies), []
+        copies = tuple(self._copies)
+        self._copies.clear()
         return updates, copies
 
     def table(self, group: int) -> np.ndarray:
         return self._views[group]
 
     def usage(self) -> Usage:
-        blocks = self._blocks
-        return Usage(blocks.total, blocks.free, blocks.cached, blocks.total - blocks.free - blocks.cached)
+        blocks, pinned = self._blocks, self._pins.alone()
+        return Usage(blocks.total, blocks.free, blocks.cached, blocks.total - blocks.free - blocks.cached - pinned, pinned)
 
     def reset(self) -> None:
+        self._pins.clear()
+        if self._spill is not None:
+            self._spill.tier.forget()
         cached = np.array(self._blocks.oldest(), np.intp)
         self._blocks.published[self._index.clear()] = False
         self._blocks.discard(cached)
         self._lineages = [None] * len(self._lineages)
         self._due[:] = NEVER
+
+    def evict(self) -> int:
+        count = self._blocks.cached
+        self._blocks.evict(count)
+        return count
+
+    def pin(self, tokens: np.ndarray, domain: str, salt: str = "", *, leave: int = 0) -> int:
+        if not self._prefix_caching:
+            return 0
+        hit, found = self._look_up(Lineage(tokens, domain, salt, self._sizes), len(tokens) + 1, 0)
+        blocks = np.array([block for group in found for block in group], np.intp)
+        if not hit or np.union1d(self._pins.blocks(), blocks).size > self._blocks.total - leave:
+            return 0
+        self._pins.add(pin_id(tokens, domain, salt), Pin(hit, blocks))
+        return hit
+
+    def unpin(self, tokens: np.ndarray, domain: str, salt: str = "") -> int:
+        return self._pins.remove(pin_id(tokens, domain, salt))
+
+    def resize(self, num_blocks: int) -> int:
+        if num_blocks >= self._blocks.total:
+            self._blocks.grow(min(num_blocks, self._blocks.capacity))
+            return self._blocks.total
+        idle = self._blocks.free + self._blocks.cached
+        num_blocks = max(num_blocks, self._blocks.total - idle, 1)
+        blocks, targets = self._blocks.shrink(num_blocks)
+        if blocks.size:
+            self._index.move(blocks.tolist(), targets.tolist())
+            self._pins.move(blocks, targets)
+            for table in self._tables:
+                table.move(blocks, targets)
+            self._copies.append((MOVE, blocks, targets))
+        return num_blocks
+
+    def memory(self) -> dict[str, Any]:
+        """Numbers for people: what the prefix cache, its pins and the host tier hold, and have done."""
+        tier = None if self._spill is None else self._spill.tier
+        usage = self.usage()
+        return {
+            "blocks": usage.total,
+            "used_blocks": usage.used,
+            "cached_blocks": usage.cached,
+            "pinned_blocks": int(self._pins.blocks().size),
+            "pins": self._pins.sizes(),
+            "evicted_blocks": self._blocks.evictions,
+            "prefix_queries": self.prefix_queries,
+            "prefix_hits": self.prefix_hits,
+            "host_slots": tier.total if tier else 0,
+            "host_cached_slots": tier.cached if tier else 0,
+            "host_parcel_slots": tier.used if tier else 0,
+            "host_hits": tier.hits if tier else 0,
+            "host_stores": tier.stores if tier else 0,
+        }
 
     def check(self) -> None:
         from octavo.cache.integrity import check
@@ -250,7 +335,7 @@ class BlockAllocator:
 
     def _attach(self, row: int, lineage: Lineage, known: int) -> int:
         """Give a fresh row the longest prefix that every group has; its length."""
-        hit, found = longest_hit(self._index, self._tables, lineage, known)
+        hit, found = self._look_up(lineage, known, self._ranks[row])
         if hit:
             self._computed[row] = self._writable[row] = hit
             for table, blocks in zip(self._tables, found, strict=True):
@@ -260,10 +345,32 @@ class BlockAllocator:
                 table.first[row], table.held[row], table.published[row] = first, end, end
                 table.assign(np.arange(first, end) + row * table.columns, held)
                 self._blocks.hold(held)
+                self._blocks.raise_rank(held, self._ranks[row])
             rows = np.array([row])
             self._bound(rows)
             self._expect(rows)
         return hit
+
+    def _look_up(self, lineage: Lineage, known: int, rank: int) -> tuple[int, list[list[int]]]:
+        """The longest hit and its blocks, all of them in the pool: what lies in host memory is brought back,
+        or passed over if there is no room for it."""
+        hit, found = longest_hit(self._index, self._tables, lineage, known)
+        if self._spill is not None and any(block >= self._blocks.capacity for group in found for block in group):
+            if self._spill.promote(found, self._blocks, rank):
+                return hit, found
+            hit, found = longest_hit(self._index.alone(), self._tables, lineage, known)
+        return hit, found
+
+    def _resume(self, row: int, hit: int, parcel: Parcel) -> int:
+        """Continue from a parcel that reaches further than the hit, if there is room; the tokens computed then."""
+        assert self._spill is not None
+        if not self._spill.unpack(row, hit, parcel, self._tables, self._blocks):
+            return hit
+        self._computed[row], self._writable[row] = parcel.computed, hit
+        rows = np.array([row])
+        self._bound(rows)
+        self._expect(rows)
+        return parcel.computed
 
     def _reserve(self, rows: np.ndarray, start: np.ndarray, upto: np.ndarray) -> bool:
         """`reserve` of rows that need a look: blocks to add, shared blocks to replace, published ones to take over."""
@@ -341,7 +448,7 @@ class BlockAllocator:
                 if end > first:
                     at = row * table.columns
                     blocks = table.fast_flat[at + first : at + end].tolist()
-                    self._blocks.publish(self._index.publish(lineage, table.group, size, first, blocks))
+                    self._blocks.publish(self._index.publish(lineage, table.group, size, first, blocks), self._ranks[row])
                     table.fast_published[row] = first = end
                 safe, due = max(safe, end * size), min(due, first * size + size)
             self._fast_writable[row], self._fast_due[row] = safe, due

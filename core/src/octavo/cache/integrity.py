@@ -24,18 +24,20 @@ def check(allocator: BlockAllocator) -> None:
     a = allocator
     a._blocks.check()
     a._index.check(a._blocks.published)
-    counts = np.zeros(a._blocks.total, np.int64)
-    owner = np.full(a._blocks.total, -1)
+    if a._spill is not None:
+        a._spill.tier.check()
+    counts = a._pins.references()
+    owner = np.full(a._blocks.capacity, -1)
     for table in a._tables:
         named = table.array[table.array >= 0]
-        counts += np.bincount(named, minlength=a._blocks.total)
+        counts += np.bincount(named, minlength=a._blocks.capacity)
         _require((np.isin(owner[named], (-1, table.group))).all(), "a block belongs to two groups")
         owner[named] = table.group
     wrong = np.flatnonzero(counts != a._blocks.references)
     _require(
         not wrong.size,
         f"references of blocks {wrong.tolist()} are {a._blocks.references[wrong].tolist()}, but tables name them "
-        f"{counts[wrong].tolist()} times",
+        f"(and pins hold) them {counts[wrong].tolist()} times",
     )
     for row in range(a._room.size):
         _check_row(a, row)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from copy import copy
 from functools import lru_cache
 
 import numpy as np
@@ -136,11 +137,15 @@ def _encode(tokens: np.ndarray) -> bytes:
 class PrefixIndex:
     """Published blocks by key, and what each holds: a bijection of keys and published blocks.
 
+    below: the index of a slower tier, which is asked for what this one does not have. Its slot s is
+    found as the id num_blocks + s.
+
     Keys and messages are plain bytes in flat containers: nothing that Python's garbage collector
     would have to walk, however large the cache is.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, below: PrefixIndex | None = None) -> None:
+        self._offset, self._below = num_blocks, below
         self._blocks: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None] * num_blocks  # by block
         self._messages: list[bytes] = [b""] * num_blocks  # by block
@@ -152,6 +157,12 @@ class PrefixIndex:
         """The block that holds block `column` of this lineage, verified; -1 if there is none."""
         found = self._run(lineage, group, lineage.chain(block_size, column + 1), column, column + 1)
         return found[0] if found else -1
+
+    def alone(self) -> PrefixIndex:
+        """The same index without the tier below it."""
+        twin = copy(self)
+        twin._below = None
+        return twin
 
     def match(self, lineage: Lineage, group: int, block_size: int, blocks: int) -> list[int]:
         """The longest run of cached blocks from the first on, at most `blocks` long. No more of the prompt
@@ -168,14 +179,18 @@ class PrefixIndex:
     def _run(self, lineage: Lineage, group: int, chain: Chain, first: int, end: int) -> list[int]:
         """The blocks of columns first, first + 1, ... as far as there are any."""
         own, public = place(lineage.domain, group), place(PUBLIC, group)
-        messages, get = self._messages, self._blocks.get
+        messages, get, below = self._messages, self._blocks.get, self._below
         found: list[int] = []
         for digest, message in zip(chain.digests[first + 1 : end + 1], chain.messages[first:end], strict=True):
             block = get(own + digest)
             if block is None:
                 block = get(public + digest)
                 if block is None:
-                    break
+                    slot = None if below is None else below.slot((own + digest, public + digest), message)
+                    if slot is None:
+                        break
+                    found.append(self._offset + slot)
+                    continue
             if messages[block] != message:
                 break
             found.append(block)
@@ -202,6 +217,37 @@ class PrefixIndex:
                     self._messages[block] = chain.messages[column - 1]
                     done.append(block)
         return done
+
+    def slot(self, keys: tuple[bytes, ...], message: bytes) -> int | None:
+        """Who holds this content under one of the keys, in order; verified."""
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is not None:
+                return block if self._messages[block] == message else None
+        return None
+
+    def content(self, block: int) -> tuple[bytes, bytes] | None:
+        """Key and message of a block, None if it is not published."""
+        key = self._keys[block]
+        return None if key is None else (key, self._messages[block])
+
+    def adopt(self, block: int, content: tuple[bytes, bytes]) -> bool:
+        """Publish a block under a key and message that came from another index. False, with nothing
+        changed, where the key is taken."""
+        key, message = content
+        if key in self._blocks:
+            return False
+        self._blocks[key] = block
+        self._keys[block], self._messages[block] = key, message
+        return True
+
+    def move(self, blocks: list[int], targets: list[int]) -> None:
+        """What these blocks hold is in those now; unpublished ones are passed over."""
+        for block, target in zip(blocks, targets, strict=True):
+            content = self.content(block)
+            if content is not None:
+                self.remove([block])
+                self.adopt(target, content)
 
     def remove(self, blocks: list[int]) -> None:
         """Make these published blocks unfindable."""

@@ -70,6 +70,12 @@ class GroupTable:
         held: np.ndarray = self.flat[flat].astype(np.intp)
         return held
 
+    def move(self, blocks: np.ndarray, targets: np.ndarray) -> None:
+        """Entries that name one of these blocks name its target from now on."""
+        flat = np.flatnonzero(np.isin(self.flat, blocks))
+        place = dict(zip(blocks.tolist(), targets.tolist(), strict=True))
+        self.assign(flat, np.array([place[block] for block in self.flat[flat].tolist()], np.intp))
+
     def changes(self) -> TableUpdate | None:
         """Entries assigned since the last call, each once, with their present value; None if there are none."""
         if not self._changed:

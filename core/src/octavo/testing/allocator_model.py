@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octavo.cache.geometry import first_visible
 from octavo.interfaces import Allocator, AllocatorParts, KVGroup, KVSpec
+from octavo.request import FROM_HOST, MOVE, TO_HOST
+
+if TYPE_CHECKING:
+    from octavo.cache.tier import Parcel
 
 Make = Callable[[AllocatorParts], Allocator]
 
@@ -65,14 +70,19 @@ class Paging:
 
     def __init__(
         self, make: Make, groups: Sequence[KVGroup], num_blocks: int, *, max_rows: int = 8, max_model_len: int = 64,
-        prefix_caching: bool = True, max_step_tokens: int = 0,
+        prefix_caching: bool = True, max_step_tokens: int = 0, host_slots: int = 0, max_blocks: int = 0,
     ) -> None:  # fmt: skip
         self.groups = tuple(groups)
-        parts = AllocatorParts(self.groups, num_blocks, max_rows, max_model_len, prefix_caching, max_step_tokens)
+        parts = AllocatorParts(
+            self.groups, num_blocks, max_rows, max_model_len, prefix_caching, max_step_tokens, host_slots, max_blocks
+        )
+        self.num_blocks = num_blocks
         self.parts = parts
         self.allocator = make(parts)
         self.rows: dict[int, Row] = {}
         self.pages: dict[int, Page] = {}
+        self.host: dict[int, Page] = {}  # by host slot
+        self.parcels: list[tuple[Parcel, Row]] = []
         self.device = [np.full_like(self.allocator.table(g.index), -1) for g in self.groups]  # tables, from drained updates alone
         self._histories: dict[tuple[object, int], int] = {}
         self.lossless = True  # no cached block can have been lost: then hits can be predicted exactly
@@ -80,9 +90,11 @@ class Paging:
 
     # ------------------------------------------------------------ calls
 
-    def admit(self, row: int, tokens: Sequence[int], domain: str = "a", salt: str = "", *, reuse: bool = True) -> int:
+    def admit(
+        self, row: int, tokens: Sequence[int], domain: str = "a", salt: str = "", *, reuse: bool = True, rank: int = 0
+    ) -> int:
         expected = self.expected_hit(tokens, domain, salt)
-        hit = self.allocator.admit(row, np.array(tokens, np.int32), domain, salt, reuse=reuse)
+        hit = self.allocator.admit(row, np.array(tokens, np.int32), domain, salt, reuse=reuse, rank=rank)
         assert 0 <= hit < len(tokens), f"a hit of {hit} covers the last of {len(tokens)} tokens"
         assert all(hit % g.block_size == 0 for g in self.groups), f"a hit of {hit} tokens ends inside a block"
         if not reuse or not self.parts.prefix_caching:
@@ -90,8 +102,63 @@ class Paging:
         elif self.lossless:
             assert hit == expected, f"{hit} tokens were found where {expected} are cached"
         self.rows[row] = Row(list(tokens), len(tokens), domain, salt, hit, hit)
+        self._apply_drained()
         self.verify()
         return hit
+
+    def swap_out(self, row: int) -> bool:
+        """Preempt a row into host memory; False, and nothing has changed, if that is full."""
+        self.tell(row)
+        self._note_published(row)
+        usage = self.allocator.usage()
+        parcel = self.allocator.swap_out(row)
+        if parcel is None:
+            assert self.allocator.usage() == usage, "a refused swap changed the pool"
+        else:
+            assert parcel.computed == self.rows[row].computed
+            self.parcels.append((parcel, self.rows.pop(row)))
+        self._apply_drained()
+        self.verify()
+        return parcel is not None
+
+    def resume(self, row: int, which: int = 0) -> int:
+        """Admit the sequence of a parcel again, and give the parcel back; the tokens that it need not compute.
+        It has learnt one more token meanwhile, as a sequence does before it comes back."""
+        parcel, state = self.parcels.pop(which)
+        if len(state.tokens) == state.computed:
+            state.tokens.append(1)
+        lost = parcel.lost
+        computed = self.allocator.admit(row, np.array(state.tokens, np.int32), state.domain, state.salt, parcel=parcel)
+        assert computed < len(state.tokens)
+        assert lost or computed <= parcel.computed or not computed % self.groups[0].block_size
+        self._apply_drained()  # the slots are read before anything else may be written to them
+        self.allocator.discard(parcel)
+        self.rows[row] = Row(state.tokens, len(state.tokens), state.domain, state.salt, computed, 0)
+        self.verify()
+        return computed
+
+    def discard(self, which: int = 0) -> None:
+        parcel, _ = self.parcels.pop(which)
+        self.allocator.discard(parcel)
+        self.verify()
+
+    def pin(self, tokens: Sequence[int], domain: str = "a", salt: str = "", *, leave: int = 0) -> int:
+        pinned = self.allocator.pin(np.array(tokens, np.int32), domain, salt, leave=leave)
+        self._apply_drained()
+        self.verify()
+        return pinned
+
+    def resize(self, num_blocks: int) -> int:
+        """Grow or shrink the pool; what lies past its end is gone once the copies have been done."""
+        before = self.allocator.usage()
+        self.num_blocks = self.allocator.resize(num_blocks)
+        assert self.num_blocks >= min(num_blocks, before.total), "it shrank below what was asked for"
+        if self.num_blocks < before.total:
+            self.lossless = False
+        self._apply_drained()
+        self.pages = {block: page for block, page in self.pages.items() if block < self.num_blocks}
+        self.verify()
+        return self.num_blocks
 
     def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> bool:
         """Reserve the next counts[i] tokens of rows[i], after trimming; all or nothing is checked here."""
@@ -190,10 +257,11 @@ class Paging:
         """The allocator's own invariants, the accounts, and every cell that a next query would read."""
         self.allocator.check()
         usage = self.allocator.usage()
-        assert usage.total == self.parts.num_blocks == usage.free + usage.cached + usage.used, f"{usage} does not add up"
+        assert usage.total == self.num_blocks == usage.free + usage.cached + usage.used + usage.pinned, f"{usage} does not add up"
         tables = [self.allocator.table(g.index) for g in self.groups]
         named = np.unique(np.concatenate([table[table >= 0] for table in tables]))
         assert usage.used == named.size, f"{usage.used} blocks are used, tables name {named.size}"
+        assert not named.size or named[-1] < self.num_blocks, "a table names a block that the pool does not have"
         for r, row in self.rows.items():
             history: object = row.salt
             for position, token in enumerate(row.tokens[: row.computed]):
@@ -256,9 +324,20 @@ class Paging:
         """What the device does with a drain: copies in order, each entry at once, then tables."""
         updates, copies = self.allocator.drain()
         for group, sources, targets in copies:
-            moved = [Page(group, list(self.pages[b].cells)) for b in sources.tolist()]
-            assert not set(sources.tolist()) & set(targets.tolist()), "a copy reads a block that it overwrites"
-            self.pages.update(zip(targets.tolist(), moved, strict=True))
+            origin = self.host if group == FROM_HOST else self.pages
+            target = self.host if group == TO_HOST else self.pages
+            # A block that nobody has written yet (reserved, then swapped or moved) has no page: nothing is copied.
+            moved = {t: origin[s] for s, t in zip(sources.tolist(), targets.tolist(), strict=True) if s in origin}
+            if group in (TO_HOST, FROM_HOST, MOVE):
+                moved = {t: Page(page.group, list(page.cells)) for t, page in moved.items()}
+            else:
+                assert len(moved) == len(targets), "a copy on write of a block that nobody wrote"
+                moved = {t: Page(group, list(page.cells)) for t, page in moved.items()}
+            if origin is target:
+                assert not set(sources.tolist()) & set(targets.tolist()), "a copy reads a block that it overwrites"
+            for gone in set(targets.tolist()) - set(moved):
+                target.pop(gone, None)
+            target.update(moved)
         for update in updates:
             places = set(zip(update.rows.tolist(), update.cols.tolist(), strict=True))
             assert len(places) == len(update.rows), "a table entry is updated twice in one drain"
