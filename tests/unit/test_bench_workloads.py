@@ -83,3 +83,13 @@ class TestLatency:
 def test_every_record_says_where_and_when_it_was_taken() -> None:
     record = surroundings()
     assert record["versions"]["torch"] and record["machine"]["cores"] >= 1 and record["date"].endswith("+00:00")
+
+
+def test_a_shape_can_be_written_with_a_tokenizer_of_its_vocabulary(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    folder = write_shape("qwen3-0.6b", tmp_path, tokenizer=True)
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert made.get_vocab_size() == SHAPES["qwen3-0.6b"]["vocab_size"]
+    assert made.decode(made.encode("The capital of France é").ids) == "The capital of France é"
+    assert len({made.decode([i]) for i in range(1000, 2000)}) == 1000

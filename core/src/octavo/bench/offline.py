@@ -101,6 +101,12 @@ class Ours:
             raise OctavoError(f"the workload asks for {wanted} output tokens and {got} came: the figures would mean nothing")
         return Run(wall, sum(len(a.prompt) for a in asks), got, tuple(timelines.values()))
 
+    def queue(self, asks: Sequence[Ask]) -> None:
+        """Queue requests for a caller that steps the engine itself."""
+        self.engine.allocator.reset()
+        for ask in asks:
+            self.engine.add(self._request(ask))
+
     def _request(self, ask: Ask) -> Request:
         self._count += 1
         params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=ask.output)
@@ -132,7 +138,7 @@ def measure(
     Raises ConfigError for a workload that the model's context cannot hold.
     """
     record = surroundings()
-    with _model(config) as resolved:
+    with shape_folder(config) as resolved:
         ours = Ours(resolved, tell)
         vocab = ours.engine.info.vocab_size
         asks = workload.asks(vocab)
@@ -171,7 +177,7 @@ def measure(
     return record
 
 
-def _model(config: EngineConfig) -> AbstractContextManager[EngineConfig]:
+def shape_folder(config: EngineConfig) -> AbstractContextManager[EngineConfig]:
     """The configuration with a shape's name replaced by a folder that holds its config.json."""
     if config.model not in SHAPES or Path(config.model).exists():
         return nullcontext(config)

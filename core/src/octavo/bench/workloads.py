@@ -6,6 +6,7 @@ every run) and the public shapes that random weights fill. Measures nothing and 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -149,8 +150,24 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 """config.json of public models, by the name that `octavo bench offline NAME --load-format dummy` takes."""
 
 
-def write_shape(name: str, folder: Path) -> Path:
-    """A model folder that holds config.json alone; `--load-format dummy` fills the weights."""
+def write_shape(name: str, folder: Path, *, tokenizer: bool = False) -> Path:
+    """A model folder that holds config.json alone; `--load-format dummy` fills the weights. With `tokenizer` also a
+    made-up one of the shape's vocabulary, so that the folder can be served over HTTP: one token a byte of the prompt, and a short word for each other id."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    if tokenizer:
+        _write_tokenizer(int(SHAPES[name]["vocab_size"]), folder)
     return folder
+
+
+def _write_tokenizer(vocab_size: int, folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ("Ġ" + "".join(letters) for letters in itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=4))
+    pieces = [*alphabet, *itertools.islice(words, vocab_size - len(alphabet))]
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

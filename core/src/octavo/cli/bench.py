@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
-from octavo.bench.workloads import SHAPES, WORKLOADS, workload
+from octavo.bench.workloads import SHAPES, WORKLOADS, workload, write_shape
 from octavo.cli.console import Stages
 from octavo.cli.flags import add_flags, add_model, read
 from octavo.config import EngineConfig
@@ -19,13 +20,15 @@ from octavo.config import EngineConfig
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        usage="octavo bench {offline,serve,startup,allocator,kernel} ...",
+        usage="octavo bench {offline,serve,startup,step,shape,allocator,kernel} ...",
         description="Measure. Every benchmark takes --json, which prints each figure with settings, versions and commit.",
     )
     kinds = parser.add_subparsers(metavar="BENCHMARK", required=True, title="benchmarks", dest="benchmark")
     _offline(kinds)
     _serve(kinds)
     _startup(kinds)
+    _step(kinds)
+    _shape(kinds)
     _allocator(kinds)
     _kernel(kinds)
 
@@ -183,6 +186,52 @@ def _run_startup(args: argparse.Namespace) -> int:
         ],
         {},
     )
+
+
+def _step(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "step",
+        help="one decode step: its time, and what the device does in it",
+        usage="octavo bench step [MODEL] [--batch N] [--context N] [--profile] [--json] [options]",
+        description="Time decode steps of a full batch; with --profile also the device's busy and idle time and its operations. "
+        f"MODEL may also be a shape ({', '.join(SHAPES)}) with --load-format dummy.",
+    )
+    add_model(parser)
+    parser.add_argument("--batch", type=_count, default=16, metavar="N", help="Sequences that decode together. [default: 16]")
+    parser.add_argument("--context", type=_count, default=256, metavar="N", help="Tokens that each holds. [default: 256]")
+    parser.add_argument("--steps", type=_count, default=20, metavar="N", help="Steps that are measured. [default: 20]")
+    parser.add_argument("--profile", action="store_true", help="Also run steps under torch's profiler.")
+    _json_flag(parser)
+    add_flags(parser, EngineConfig)
+    parser.set_defaults(func=_run_step)
+
+
+def _run_step(args: argparse.Namespace) -> int:
+    from octavo.bench import step
+
+    config = read(EngineConfig, args)
+    with Stages() as stages:
+        record = step.measure(
+            config, batch=args.batch, context=args.context, steps=args.steps, profile=args.profile, tell=stages.tell
+        )
+    return _print_json(record) if args.json else _print_table(step.table(record), {})
+
+
+def _shape(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "shape",
+        help="write a model folder of a public shape, to serve with random weights",
+        usage="octavo bench shape NAME FOLDER",
+        description="Write config.json of a public shape and a made-up tokenizer; serve the folder with --load-format dummy.",
+    )
+    parser.add_argument("name", choices=sorted(SHAPES), metavar="NAME", help=f"One of {', '.join(SHAPES)}.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.set_defaults(func=_run_shape)
+
+
+def _run_shape(args: argparse.Namespace) -> int:
+    print(f"octavo serve {write_shape(args.name, args.folder, tokenizer=True)} --load-format dummy")
+    return 0
 
 
 def _allocator(kinds: Any) -> None:

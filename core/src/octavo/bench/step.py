@@ -1,0 +1,169 @@
+"""One engine step under the glass: what it costs, and what the device does meanwhile.
+
+Owns the situation (so many sequences of one context, all decoding) and the reading of torch's
+profiler. The step's wall time is taken without the profiler, which slows the host; the device's busy
+and idle time and the list of operations come from a second, profiled stretch of steps.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench.offline import Ours, shape_folder
+from octavo.bench.record import surroundings
+from octavo.bench.workloads import FIRST_TOKEN, Ask
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, OctavoError
+
+if TYPE_CHECKING:
+    from octavo.engine.engine import Engine
+
+Tell = Callable[..., None]
+"""tell(stage, done=0, total=0)"""
+
+TOP = 25
+"""Operations that the record lists."""
+
+
+def measure(
+    config: EngineConfig, *, batch: int, context: int, steps: int, profile: bool, tell: Tell = lambda *_: None
+) -> dict[str, Any]:
+    """The record of `steps` decode steps of `batch` sequences that each hold about `context` tokens.
+
+    Raises ConfigError where the model's context, --max-num-seqs or the KV cache cannot hold them.
+    """
+    record = surroundings()
+    with shape_folder(config) as resolved:
+        ours = Ours(resolved, tell)
+        engine = ours.engine
+        # The first sequence decodes while the prompts of the others are computed, 1,024 tokens a step at the least.
+        output = 3 * steps + 16 + batch * context // 1024
+        _check(engine, batch, context + output)
+        draw = random.Random(0)
+        asks = [Ask([draw.randrange(FIRST_TOKEN, engine.info.vocab_size) for _ in range(context)], output) for _ in range(batch)]
+        tell("warming up")
+        ours.run([Ask(ask.prompt, 4) for ask in asks])
+        tell("filling the cache")
+        ours.queue(asks)
+        while engine.stats().waiting or _prefilling(engine):
+            engine.step()
+        tell("timing")
+        walls = _timed(engine, steps)
+        record |= {
+            "benchmark": "step",
+            "model": config.model,
+            "batch": batch,
+            "context": context,
+            "steps": steps,
+            "settings": config.model_dump(exclude_defaults=True) | {"model": config.model},
+            "step_us": round(statistics.median(walls) * 1e6, 1),
+            "step_us_mean": round(statistics.fmean(walls) * 1e6, 1),
+            "tokens_per_s": round(batch / statistics.fmean(walls), 1),
+        }
+        if profile:
+            tell("profiling")
+            record["profile"] = _profiled(engine, steps)
+        if engine.stats().running < batch:
+            raise OctavoError("sequences ended while steps were measured: the figures would mean nothing")
+        engine.close()
+    return record
+
+
+def _check(engine: Engine, batch: int, tokens: int) -> None:
+    info = engine.info
+    if batch > info.max_num_seqs:
+        raise ConfigError(f"--batch {batch}: the engine runs {info.max_num_seqs} sequences at most; raise --max-num-seqs")
+    if tokens > info.max_model_len:
+        raise ConfigError(
+            f"--context: with the tokens that are measured it needs {tokens}, and the model's context is {info.max_model_len}"
+        )
+    if batch * tokens > info.kv_cache_tokens:
+        raise ConfigError(f"--batch {batch} of {tokens} tokens need more than the KV cache's {info.kv_cache_tokens:,} tokens")
+
+
+def _prefilling(engine: Engine) -> bool:
+    """Whether the last step computed more tokens than it has sequences."""
+    stats = engine.stats()
+    return stats.step_tokens != stats.running
+
+
+def _timed(engine: Engine, steps: int) -> list[float]:
+    walls = []
+    engine.step()
+    for _ in range(steps):
+        began = time.perf_counter()
+        engine.step()
+        walls.append(time.perf_counter() - began)
+    return walls
+
+
+def _profiled(engine: Engine, steps: int) -> dict[str, Any]:
+    """Busy and idle time of the device, and operations by their own time; on a CPU the operators of torch."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = engine.explain["device"]["type"] == "cuda"
+    kinds = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    with profile(activities=kinds) as profiler:
+        for _ in range(steps):
+            engine.step()
+        if cuda:
+            torch.cuda.synchronize()
+    if not cuda:
+        own = [(str(e.key), float(e.self_cpu_time_total), int(e.count)) for e in profiler.key_averages()]
+        return {"operations": _largest(own, steps)}
+    ran = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not ran:
+        raise OctavoError("torch's profiler saw no kernel; another profiler may hold the device")
+    times: dict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for event in ran:
+        times[event.name] += event.time_range.elapsed_us()
+        counts[event.name] += 1
+    span, busy = busy_time([(e.time_range.start, e.time_range.end) for e in ran])
+    return {
+        "span_us": round(span / steps, 1),
+        "busy_us": round(busy / steps, 1),
+        "idle_share": round(1 - busy / span, 4),
+        "kernels": round(len(ran) / steps, 1),
+        "operations": _largest([(name, times[name], counts[name]) for name in times], steps),
+    }
+
+
+def busy_time(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """(from the first start to the last end, time within it that some interval covers)."""
+    ordered = sorted(intervals)
+    first, reached = ordered[0][0], ordered[0][0]
+    busy = 0.0
+    for start, end in ordered:
+        if end > reached:
+            busy += end - max(start, reached)
+            reached = end
+    return reached - first, busy
+
+
+def _largest(rows: Sequence[tuple[str, float, int]], steps: int) -> list[dict[str, Any]]:
+    ordered = sorted(rows, key=lambda row: -row[1])[:TOP]
+    return [{"name": name, "us": round(us / steps, 2), "calls": round(count / steps, 2)} for name, us, count in ordered]
+
+
+def table(record: dict[str, Any]) -> list[str]:
+    """The record as lines for a terminal."""
+    lines = [
+        f"{record['model']}: {record['batch']} sequences of about {record['context']} tokens",
+        "",
+        f"step       {record['step_us']:.0f} us (median; mean {record['step_us_mean']:.0f}), {record['tokens_per_s']:,.0f} tokens/s",
+    ]
+    if found := record.get("profile"):
+        if "busy_us" in found:
+            lines.append(
+                f"device     {found['busy_us']:.0f} us busy, idle {found['idle_share']:.1%} of the time, {found['kernels']:.0f} kernels a step"
+            )
+        lines += ["", f"{'us a step':>10}{'calls':>8}  operation"]
+        lines += [f"{row['us']:>10.1f}{row['calls']:>8.1f}  {row['name'][:100]}" for row in found["operations"]]
+    return lines
