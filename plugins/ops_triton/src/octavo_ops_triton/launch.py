@@ -49,30 +49,34 @@ class Launcher:
         constants: tuple[Any, ...],
         *,
         warps: int,
+        stages: int = 3,
     ) -> None:
-        """numbers: integers below 2^31, declared do_not_specialize, and floats; constants: in declared order."""
+        """numbers: integers below 2^31, declared do_not_specialize, and floats; constants: in declared order;
+        stages: how many turns of a loop with a dot have their loads in flight."""
         if grid[0] == 0:
             return
         pointers = [t.data_ptr() for t in tensors]
         low = 0
         for pointer in pointers:
             low |= pointer
-        key = (id(kernel), constants, warps, low % ALIGNMENT == 0, *[t.dtype for t in tensors])
+        key = (id(kernel), constants, warps, stages, low % ALIGNMENT == 0, *[t.dtype for t in tensors])
         found = self._compiled.get(key)
         if found is None:
-            self._compile(key, kernel, grid, (*tensors, *numbers, *constants, self.pdl), tensors[0].get_device(), warps)
+            self._compile(key, kernel, grid, (*tensors, *numbers, *constants, self.pdl), tensors[0].get_device(), warps, stages)
             return
         run, function, metadata, stream, device = found
         # None: no launch metadata and no hooks. Addresses instead of tensors: Triton need not ask the driver about them.
         run(*grid, 1, stream(device), function, metadata, None, None, None, *pointers, *numbers, *constants, self.pdl)
 
-    def _compile(self, key: Any, kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], device: int, warps: int) -> None:
+    def _compile(
+        self, key: Any, kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], device: int, warps: int, stages: int
+    ) -> None:
         """The first launch goes Triton's way; what it compiled is kept."""
-        compiled = kernel[grid](*args, num_warps=warps, **self._extra)
+        compiled = kernel[grid](*args, num_warps=warps, num_stages=stages, **self._extra)
         if compiled is None:  # Triton's interpreter compiles nothing
             return
         # Pointers that are not all aligned share a key although the kernel was compiled for some of them: go Triton's way each time.
-        if key[3]:
+        if key[4]:
             stream = triton.runtime.driver.active.get_current_stream
             self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, stream, device)
 

@@ -15,6 +15,7 @@ from octavo.interfaces import OperatorParts
 
 from octavo_ops_triton.kernels import activation, draw, embedding, linear, norm, rope
 from octavo_ops_triton.launch import Launcher
+from octavo_ops_triton.moe import GroupedExperts, route
 from octavo_ops_triton.provider import TritonOptions
 
 
@@ -33,5 +34,7 @@ class TritonOperators:
         }
         self.ops: Mapping[tuple[str, str], Callable[..., Any]] = {
             ("small_linear", "plain"): linear.SmallLinear(launcher),
+            ("route", "plain"): partial(route, launcher),
+            ("experts", "plain"): GroupedExperts(launcher),
             **{(name, "plain"): partial(function, launcher) for name, function in functions.items()},
         }
