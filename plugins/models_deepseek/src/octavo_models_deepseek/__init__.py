@@ -1,0 +1,13 @@
+"""DeepSeek models as an Octavo plugin. Importing this package loads no torch."""
+
+from __future__ import annotations
+
+from octavo.catalog import Provider
+from octavo.hookspecs import hookimpl
+
+from octavo_models_deepseek.provider import provider
+
+
+@hookimpl
+def register_model_adapters() -> list[Provider]:
+    return [provider]
