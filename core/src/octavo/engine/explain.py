@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from octavo.engine.plan import Plan
+    from octavo.interfaces import KVGroup
 
 
 def explain(plan: Plan) -> dict[str, Any]:
@@ -57,6 +58,7 @@ def explain(plan: Plan) -> dict[str, Any]:
             "tokens": plan.kv_cache_tokens,
             "max_concurrency": round(plan.sizing.contexts, 2),
             "hard_limit": plan.sizing.hard,
+            "bytes_per_token": sum(_token_bytes(group) for group in plan.groups),
             "groups": [
                 {
                     "kind": group.spec.kind,
@@ -64,6 +66,7 @@ def explain(plan: Plan) -> dict[str, Any]:
                     "block_size": group.block_size,
                     "window": group.spec.window,
                     "page_bytes": group.page_bytes,
+                    "bytes_per_token": _token_bytes(group),
                     "page_shape": list(layout.page_shape),
                     "order": layout.order,
                     "dtype": layout.dtype,
@@ -82,6 +85,11 @@ def explain(plan: Plan) -> dict[str, Any]:
             ],
         },
     }
+
+
+def _token_bytes(group: KVGroup) -> int:
+    """What one token takes in all layers of a group (of a window, while it is inside)."""
+    return group.page_bytes * len(group.layers) // group.block_size
 
 
 def render(plan: Plan) -> RenderableType:
@@ -115,7 +123,8 @@ def render(plan: Plan) -> RenderableType:
 
     lines.append(
         Text(
-            f"KV cache: {cache['tokens']:,} tokens in {cache['num_blocks']:,} blocks, {size_text(cache['bytes'])}; "
+            f"KV cache: {cache['tokens']:,} tokens in {cache['num_blocks']:,} blocks, {size_text(cache['bytes'])}, "
+            f"{size_text(cache['bytes_per_token'])} a token; "
             f"{cache['max_concurrency']:.2f} requests of {plan.limits.max_model_len:,} tokens at once"
         )
     )
@@ -123,7 +132,7 @@ def render(plan: Plan) -> RenderableType:
         window = f" {group['window']}" if group["window"] else ""
         lines.append(
             Text(
-                f"  {len(group['layers'])} layers, {group['kind']}{window}: pages of {group['block_size']} tokens, "
+                f"  {len(group['layers'])} layers, {group['kind']}{window}: pages of {group['block_size']} tokens, {size_text(group['bytes_per_token'])} a token, "
                 f"{size_text(group['page_bytes'])}, {group['dtype']} {group['order']} = {group['page_shape']}"
             )
         )
