@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from octavo.cache.elastic import Memory
+
 MAX_WASTE = 0.125
 """Share of pages that may belong to no layer, because a group is shorter than the others."""
 
@@ -162,15 +164,23 @@ def describe(
 
 
 class Pool:
-    """The cache's tensors: as many as the largest group has layers, num_blocks + 1 pages each.
+    """The cache's tensors: as many as the largest group has layers, capacity + 1 pages each, of which the first
+    num_blocks and the last (scratch) have memory.
 
     groups and layouts are parallel; layouts[i] is the backend's for (groups[i].spec,
     groups[i].block_size). Pages start as zeros. On the CPU memory is only touched when it is first
-    written, so a large pool costs nothing until it is used.
+    written, so a large pool costs nothing until it is used. max_blocks: the most that `resize` may be
+    asked for; without it the pool keeps its size, and capacity is num_blocks.
     """
 
     def __init__(
-        self, groups: Sequence[KVGroup], layouts: Sequence[CacheLayout], num_blocks: int, device: torch.device | str
+        self,
+        groups: Sequence[KVGroup],
+        layouts: Sequence[CacheLayout],
+        num_blocks: int,
+        device: torch.device | str,
+        *,
+        max_blocks: int | None = None,
     ) -> None:
         import torch
 
@@ -181,39 +191,64 @@ class Pool:
         self.groups, self.layouts = tuple(groups), tuple(layouts)
         self.num_blocks = num_blocks
         self.device = torch.device(device)
-        pages, page_bytes = num_blocks + 1, groups[0].page_bytes
-        self._memory = tuple(
-            _zeros(pages * page_bytes, self.device).view(pages, page_bytes) for _ in range(max(len(g.layers) for g in groups))
-        )
+        self.capacity = num_blocks
+        count, page_bytes = max(len(g.layers) for g in groups), groups[0].page_bytes
+        self._elastic: Memory | None = None
+        if max_blocks is None:
+            tensors = tuple(_zeros((num_blocks + 1) * page_bytes, self.device) for _ in range(count))
+        else:
+            from octavo.cache.elastic import reserve
+
+            self._elastic = reserve(count, max(max_blocks, num_blocks), page_bytes, self.device)
+            self._elastic.resize(num_blocks)
+            self.capacity, tensors = self._elastic.capacity, self._elastic.tensors
+        self._memory = tuple(tensor.view(self.capacity + 1, page_bytes) for tensor in tensors)
 
     @property
     def scratch(self) -> int:
         """The page that no table names: padded rows of a captured graph write there."""
-        return self.num_blocks
+        return self.capacity
 
     @property
     def nbytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory)
+        """Of the pages that have memory."""
+        return len(self._memory) * (self.num_blocks + 1) * self.groups[0].page_bytes
+
+    def resize(self, num_blocks: int) -> None:
+        """Have memory for that many blocks. Nothing that is in flight may touch what goes away. MemoryError, with
+        nothing changed, if the device has none for the growth; ConfigError if the pool was built to stay."""
+        if self._elastic is None or not 1 <= num_blocks <= self.capacity:
+            raise ConfigError(f"a pool of {self.num_blocks} blocks (at most {self.capacity}) cannot be made {num_blocks}")
+        self._elastic.resize(num_blocks)
+        self.num_blocks = num_blocks
+
+    def words(self) -> tuple[Tensor, ...]:
+        """The whole memory as [capacity + 1, words of a page], in the widest integer that divides a page: for copies."""
+        import torch
+
+        wide = torch.int64 if self.groups[0].page_bytes % 8 == 0 else torch.uint8
+        return tuple(memory.view(wide) for memory in self._memory)
 
     def caches(self, group: KVGroup) -> tuple[Tensor, ...]:
-        """Per layer of the group: [num_blocks + 1, *page_shape] in the layout's dtype; the last page is
+        """Per layer of the group: [capacity + 1, *page_shape] in the layout's dtype; the last page is
         `scratch`. Views: contiguous unless the layout pads its pages."""
         import torch
 
         layout = self.layouts[group.index]
         dtype = getattr(torch, layout.dtype)
         used = math.prod(layout.page_shape)
-        shape = (self.num_blocks + 1, *layout.page_shape)
+        shape = (self.capacity + 1, *layout.page_shape)
         return tuple(memory.view(dtype)[:, :used].view(shape) for memory in self._memory[: len(group.layers)])
 
     def poison(self, blocks: Sequence[int] | np.ndarray | None = None) -> None:
-        """Fill these pages (None: all, scratch included) with NaN in every tensor. For tests: whoever reads
+        """Fill these pages (None: all that have memory, scratch included) with NaN in every tensor. For tests: whoever reads
         a block that nobody wrote then shows it. All bits set is a NaN in every float dtype of a cache."""
         import torch
 
         for memory in self._memory:
             if blocks is None:
-                memory.fill_(0xFF)
+                memory[: self.num_blocks].fill_(0xFF)
+                memory[self.scratch].fill_(0xFF)
             else:
                 memory[torch.as_tensor(np.asarray(blocks, np.int64), device=self.device)] = 0xFF
 
