@@ -130,8 +130,8 @@ def test_a_second_signal_ends_the_drain_at_once(start: Start) -> None:
     until(lambda: gone(engine), 0.5, "the engine process is gone")
 
 
-def test_a_dead_engine_ends_every_request_and_health_says_so(start: Start) -> None:
-    server = start().ready()
+def test_a_dead_engine_that_gets_no_restart_ends_every_request_and_health_says_so(start: Start) -> None:
+    server = start("--max-engine-restarts", "0").ready()
     long = streams(server, 2) + streams(server, 1, prompt=["one", "two"], n=2)
     plain = post_raw(server, "/v1/completions", LONG)
     time.sleep(0.2)

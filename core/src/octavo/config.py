@@ -47,6 +47,10 @@ class EngineConfig(_Config):
     max_model_len: int | None = _field(
         None, "Longest prompt plus completion, in tokens; default is the model's.", group="model", ge=1
     )
+    rope_scaling_factor: float | None = _field(
+        None, "Stretch the model's RoPE by this factor: of its own type, dynamic (NTK) where it has none.", group="model", ge=1
+    )
+    rope_theta: float | None = _field(None, "Base of the model's RoPE, instead of the checkpoint's.", group="model", gt=0)
     quantization: str | None = _field(
         None, "Weight format by name; default is what the checkpoint says.", short="-q", group="model"
     )
@@ -140,7 +144,7 @@ class ServerConfig(_Config):
     log_file_bytes: int = _field(64 << 20, "Size at which the log file is rotated; five old ones are kept.", group="server", ge=4096)
     disable_log_requests: bool = _field(False, "No line per request.", group="server")
     log_requests_on_error: bool = _field(
-        False, "A line only for requests that fail, with their prompt and the error's stack.", group="server"
+        False, "Log the prompt and the stack of requests that fail; of no others.", group="server"
     )
     disable_log_stats: bool = _field(False, "No periodic line of throughput and cache use.", group="server")
     vllm_metrics: bool = _field(True, "Also export metrics under the names vLLM's dashboards use.", group="server")

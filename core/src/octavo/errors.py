@@ -41,12 +41,16 @@ class RequestError(OctavoError):
         self.message, self.param, self.code = message, param, code
 
 
+class UnknownModel(OctavoError):
+    """A model's name that this process does not have (HTTP 404)."""
+
+
 class AdmissionRefused(OctavoError):
     """A well-formed request that this engine will not take.
 
     `code` is one of ``queue_full`` (try again: HTTP 429 with Retry-After), ``too_large`` (the KV
-    pool can never hold it: HTTP 400), ``no_capacity`` (hard block limit: HTTP 429), ``draining``
-    (HTTP 503). `retry_after` is in seconds, None where trying again cannot help.
+    pool can never hold it: HTTP 400), ``no_capacity`` (hard block limit: HTTP 429), ``draining``,
+    ``loading`` or ``restarting`` (HTTP 503). `retry_after` is in seconds, None where trying again cannot help.
     """
 
     def __init__(self, message: str, *, code: str, retry_after: float | None = None) -> None:

@@ -1,6 +1,7 @@
 """AsyncLLM: text in, text out, over an engine in a process of its own. What the HTTP server uses.
 
-Owns the tokenizer, the output processor and one stream per live request. Never imports torch.
+Owns the tokenizer, the output processor and one stream per live request. Models added to it are
+AsyncLLMs of their own, in a ModelTable. Never imports torch.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.client import STOP_SECONDS, EngineProcess
 from octavo.engine.streams import Prompt, Stream, prompt_parts
-from octavo.errors import AdmissionRefused, EngineDead
+from octavo.errors import AdmissionRefused, ConfigError, EngineDead
 from octavo.model.source import ModelSource, resolve_source
 from octavo.request import EngineStats, Event, Events, ModelInfo, Request, SamplingParams, check_request
 from octavo.text.chat import Messages, render_chat
 from octavo.text.output import OutputProcessor, RequestOutput
 from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.engine.models import ModelTable
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +36,11 @@ class AsyncLLM:
     """Made by `await AsyncLLM.start(config)`; one event loop only.
 
     stats is refreshed with every step. alive turns False for good when the engine dies, and every
-    live request then raises EngineDead(dead_reason). explain and inventory are what the engine's
-    own process decided and loaded.
+    live request then raises EngineDead(dead_reason); `died` is set then, and not by close. explain and
+    inventory are what the engine's own process decided and loaded.
     """
 
-    def __init__(self, config: EngineConfig, source: ModelSource) -> None:
+    def __init__(self, config: EngineConfig, source: ModelSource, *, relay_log: bool = False) -> None:
         self.config, self.source = config, source
         self.tokenizer: Tokenizer
         self.info: ModelInfo
@@ -45,23 +49,32 @@ class AsyncLLM:
         self.dead_reason: str | None = None
         self.explain: dict[str, Any] = {}
         self.inventory: list[dict[str, Any]] = []
-        self._engine = EngineProcess(self._on_message, self._on_death)
+        self.died = asyncio.Event()
+        self._engine = EngineProcess(self._on_message, self._on_death, relay_log=relay_log)
         self._processor: OutputProcessor
         self._streams: dict[str, Stream] = {}
         self._ids = itertools.count()
         self._observers: list[Observer] = []
         self._idle = asyncio.Event()
         self._idle.set()
+        self._table: ModelTable | None = None  # once a second model has been added
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, on_progress: Callable[[messages.Progress], None] | None = None) -> AsyncLLM:
-        """Resolve the model, start the engine's process and wait until it serves.
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        on_progress: Callable[[messages.Progress], None] | None = None,
+        relay_log: bool = False,
+    ) -> AsyncLLM:
+        """Resolve the model, start the engine's process and wait until it serves. relay_log: what the
+        engine's process logs becomes records of this process, instead of going to its stderr.
 
         Raises ConfigError, LoadError or PluginError for what the caller can mend, EngineDead for a crash.
         """
         began = time.perf_counter()
         source = await asyncio.to_thread(resolve_source, config.model, config.revision, weights=config.load_format != "dummy")
-        llm = cls(config, source)
+        llm = cls(config, source, relay_log=relay_log)
         try:
             # The engine builds while this process loads the tokenizer: neither needs the other.
             resolved = config.model_copy(update={"model": str(source.path)})
@@ -79,7 +92,7 @@ class AsyncLLM:
 
     # ------------------------------------------------------------ requests
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -89,15 +102,56 @@ class AsyncLLM:
         tenant: str = "",
         domain: str = "",
         deadline: float | None = None,
+        weight: float = 1.0,
         delta: bool = False,
+        model: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one prompt (text, token ids, or {"prompt_token_ids": [...]}) as they come.
 
         Without `delta` each item holds everything so far; with it, only what is new. Items that pile
         up while the consumer is slow arrive merged. Raises RequestError before anything is allocated,
         and AdmissionRefused or EngineDead, all from the first item on. Closing the iterator aborts
-        the request. `request_id` is only echoed: two live requests may share one.
+        the request. `request_id` is only echoed: two live requests may share one. `model` is a name
+        given to add_model, or an alias; None is the default model.
         """
+        options: dict[str, Any] = {
+            "priority": priority,
+            "tenant": tenant,
+            "domain": domain,
+            "deadline": deadline,
+            "weight": weight,
+            "delta": delta,
+        }
+        if self._table is None:
+            if model not in (None, self.config.model):
+                raise ConfigError(f"model {model!r}: there is only {self.config.model!r}; add_model adds another")
+            return self._generate(prompt, params, request_id, **options)
+        return self._generate_by(self._table, model, prompt, params, request_id, **options)
+
+    async def _generate_by(
+        self, table: ModelTable, model: str | None, *request: Any, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        with table.lease(model) as lease:
+            outputs = lease.llm._generate(*request, **options)
+            try:
+                async for output in outputs:
+                    yield output
+            finally:
+                await outputs.aclose()
+
+    async def _generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        *,
+        priority: int,
+        tenant: str,
+        domain: str,
+        deadline: float | None,
+        weight: float,
+        delta: bool,
+    ) -> AsyncGenerator[RequestOutput, None]:
         text, ids = await self._tokens(prompt)
         self._refuse_if_closed()
         params = check_request(ids, params, self.info)
@@ -111,6 +165,7 @@ class AsyncLLM:
             domain=domain,
             priority=priority,
             deadline=deadline,
+            weight=weight,
         )
         stream = Stream(delta)
         self._streams[own_id] = stream
@@ -160,6 +215,39 @@ class AsyncLLM:
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
 
+    # ------------------------------------------------------------ more models
+
+    async def add_model(self, name: str, model: str, **settings: Any) -> None:
+        """Start another engine beside this one and let it answer to `name`; requests go on meanwhile.
+
+        `settings` are fields of EngineConfig; device, scheduler and plugin settings of this engine are
+        taken over where they are not given. Raises what `start` raises, and then nothing has changed.
+        """
+        from octavo.engine.models import ModelTable, beside
+
+        if self._table is None:
+            self._table = ModelTable()
+            self._table.adopt(self.config.model, self)
+        await self._table.add(name, beside(self.config, model, settings))
+
+    def set_default_model(self, name: str) -> None:
+        """Requests that name no model go to `name` from now on; running ones finish where they are."""
+        self._models().set_default(name)
+
+    async def remove_model(self, name: str, *, timeout: float = 30.0) -> None:
+        """Take no new requests for `name`, let running ones finish for `timeout` seconds, end its engine."""
+        await self._models().remove(name, timeout)
+
+    @property
+    def models(self) -> list[str]:
+        """The names that `generate` takes."""
+        return [self.config.model] if self._table is None else self._table.names
+
+    def _models(self) -> ModelTable:
+        if self._table is None:
+            raise ConfigError(f"there is only {self.config.model!r}; add_model adds another")
+        return self._table
+
     # ------------------------------------------------------------ what the engine says
 
     def on_events(self, observer: Observer) -> None:
@@ -190,6 +278,7 @@ class AsyncLLM:
     def _on_death(self, reason: str) -> None:
         self.alive, self.dead_reason = False, reason
         self._fail_all(EngineDead(reason))
+        self.died.set()
 
     def _end_stream(self, own_id: str, error: Exception | None) -> None:
         if (stream := self._streams.get(own_id)) is not None:
@@ -209,8 +298,21 @@ class AsyncLLM:
         except TimeoutError:
             self._fail_all(AdmissionRefused("the server is shutting down", code="draining", retry_after=5.0))
 
+    @property
+    def pid(self) -> int | None:
+        """The engine's process."""
+        return self._engine.pid
+
     async def close(self, *, grace: float = STOP_SECONDS) -> None:
-        """End the engine's process, which has `grace` seconds to leave by itself. Live requests raise EngineDead."""
+        """End the engine's process, which has `grace` seconds to leave by itself, and those of added models.
+        Live requests raise EngineDead."""
+        table, self._table = self._table, None
+        if table is not None:
+            await table.close(grace)
+        await self.end(grace=grace)
+
+    async def end(self, *, grace: float = STOP_SECONDS) -> None:
+        """`close`, for this model alone: added ones go on."""
         self.alive = False
         self.dead_reason = self.dead_reason or "the engine was closed"
         self._fail_all(EngineDead(self.dead_reason))

@@ -22,6 +22,7 @@ import zmq.asyncio
 from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.messages import pack, unpack
+from octavo.engine.relay import LIMIT, relay
 from octavo.errors import ConfigError, EngineDead
 from octavo.request import Request
 
@@ -35,8 +36,10 @@ class EngineProcess:
     """start() returns once the engine serves. `on_message(kind, body)` gets EVENTS and REFUSED;
     `on_death(reason)` is called once if the engine ends without being asked to."""
 
-    def __init__(self, on_message: Callable[[bytes, Any], None], on_death: Callable[[str], None]) -> None:
-        self._on_message, self._on_death = on_message, on_death
+    def __init__(
+        self, on_message: Callable[[bytes, Any], None], on_death: Callable[[str], None], *, relay_log: bool = False
+    ) -> None:
+        self._on_message, self._on_death, self._relay_log = on_message, on_death, relay_log
         self._folder = tempfile.mkdtemp(prefix="octavo-")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -48,6 +51,7 @@ class EngineProcess:
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._progress: Callable[[messages.Progress], None] | None = None
         self._last_words: messages.Dead | None = None
+        self._log: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -60,7 +64,10 @@ class EngineProcess:
         address = f"ipc://{self._folder}/engine"
         self._socket.bind(address)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "octavo.engine.process", address, env=dict(os.environ)
+            *(sys.executable, "-m", "octavo.engine.process", address, *(["relay"] if self._relay_log else [])),
+            env=dict(os.environ),
+            stderr=asyncio.subprocess.PIPE if self._relay_log else None,
+            limit=LIMIT,
         )
         # A PAIR socket waits for its peer: a child that dies before it connects must be seen while we wait.
         self._tasks = [
@@ -68,6 +75,8 @@ class EngineProcess:
             asyncio.create_task(self._read()),
             asyncio.create_task(self._watch()),
         ]
+        if self._process.stderr is not None:
+            self._log = asyncio.create_task(relay(self._process.stderr))
         try:
             return await self._ready
         except BaseException:
@@ -141,6 +150,9 @@ class EngineProcess:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
                 await self._process.wait()
+        if self._log is not None:  # its stderr closes with the child: what is left is logged
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._log, 1.0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
 """The engine's own process: builds one engine, then alternates between messages and steps.
 
-Started by `octavo.engine.client.EngineProcess` as ``python -m octavo.engine.process ADDRESS``. Its
+Started by `octavo.engine.client.EngineProcess` as ``python -m octavo.engine.process ADDRESS [relay]``. Its
 configuration arrives as the first message. Ends when told, when the socket's owner dies, or when
 the engine does; never outlives its parent.
 """
@@ -23,6 +23,7 @@ import zmq
 from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.messages import pack, unpack
+from octavo.engine.relay import send_records
 from octavo.errors import AdmissionRefused, OctavoError
 from octavo.request import Events
 
@@ -130,5 +131,8 @@ if __name__ == "__main__":
     level = os.environ.get("OCTAVO_LOG_LEVEL", "info")
     if level.upper() not in logging.getLevelNamesMapping():
         sys.exit(f"OCTAVO_LOG_LEVEL={level}: must be debug, info, warning or error")
-    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if "relay" in sys.argv[2:]:
+        send_records(level)
+    else:
+        logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
     sys.exit(main(sys.argv[1]))

@@ -81,12 +81,14 @@ def size_pool(
     ConfigError if two are given, if the pool does not fit in memory, or if the default or the bytes do
     not hold one sequence of max_model_len. An explicit count may hold less: longer requests are then refused.
     """
-    given = [n for n in ("num_gpu_blocks", "num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(config, n) is not None]
+    ways = ("num_gpu_blocks", "num_gpu_blocks_override", "kv_cache_memory_bytes", "memory_share")
+    given = [n for n in ways if getattr(config, n) is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(_flag(n) for n in given)} both size the KV cache; give one of them")
     each = block_bytes(groups)
     context = sequence_blocks(groups, limits.max_model_len, limits.max_num_batched_tokens)
-    room = max(device.free_memory - weight_bytes - workspace, 0)
+    reserved = config.reserved_memory_bytes
+    room = max(device.free_memory - reserved - weight_bytes - workspace, 0)
     count = config.num_gpu_blocks or config.num_gpu_blocks_override
     if count is not None:
         reason = f"{_flag(given[0])} {count}" + (
@@ -95,11 +97,18 @@ def size_pool(
     elif config.kv_cache_memory_bytes is not None:
         count = blocks_for_bytes(groups, config.kv_cache_memory_bytes)
         reason = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes} in blocks of {size_text(each)}"
+    elif config.memory_share is not None:
+        budget = int(config.memory_share * device.memory) - weight_bytes - workspace
+        count = blocks_for_bytes(groups, max(budget, 0))
+        reason = (
+            f"--memory-share {config.memory_share:g} of {size_text(device.memory)}, less {size_text(weight_bytes)} of weights "
+            f"and {size_text(workspace)} of workspace"
+        )
     elif device.type == "cpu":
         count = math.ceil(context * CPU_CONTEXTS)
         reason = f"the default on a CPU: {CPU_CONTEXTS:g} contexts of {limits.max_model_len} tokens"
     else:
-        held = device.memory - device.free_memory
+        held = device.memory - device.free_memory + reserved
         budget = int(config.gpu_memory_utilization * device.memory) - held - weight_bytes - workspace
         count = blocks_for_bytes(groups, max(budget, 0))
         reason = (
@@ -110,10 +119,11 @@ def size_pool(
     if count > fits:
         raise ConfigError(
             f"the KV cache needs {size_text((count + 1) * each)} ({reason}), but the {device.type} has {size_text(room)} for it: "
-            f"{size_text(device.free_memory)} free, less {size_text(weight_bytes)} of weights and {size_text(workspace)} of workspace. "
-            + _advice(given, fits, room, groups, limits)
+            f"{size_text(device.free_memory)} free, less {size_text(weight_bytes)} of weights and {size_text(workspace)} of workspace"
+            + (f" and {size_text(reserved)} reserved for others. " if reserved else ". ")
+            + _advice(given, fits, room, groups, limits, (device.free_memory - reserved) / device.memory)
         )
-    if count < context and (not given or given[0] == "kv_cache_memory_bytes"):
+    if count < context and (not given or given[0] in ("kv_cache_memory_bytes", "memory_share")):
         longest = _longest(groups, count, limits)
         raise ConfigError(
             f"one sequence of {limits.max_model_len} tokens needs {context} KV blocks, but there is memory for {count} ({reason}). "
@@ -122,10 +132,12 @@ def size_pool(
     return Sizing(count, each, context, weight_bytes, workspace, config.num_gpu_blocks is not None, reason)
 
 
-def _advice(given: Sequence[str], fits: int, room: int, groups: Sequence[KVGroup], limits: Limits) -> str:
-    """What would fit instead: a value of the flag that was given, or a shorter context."""
+def _advice(given: Sequence[str], fits: int, room: int, groups: Sequence[KVGroup], limits: Limits, share: float) -> str:
+    """What would fit instead: a value of the flag that was given, or a shorter context. share: of the device, free."""
     if fits < 1:
         return NOTHING_FITS
+    if given == ["memory_share"]:
+        return f"--memory-share {math.floor(share * 1000) / 1000:g} would fit"
     if given:
         return f"{_flag(given[0])} {room if given[0] == 'kv_cache_memory_bytes' else fits} would fit"
     longest = _longest(groups, int(fits / CPU_CONTEXTS), limits)

@@ -33,9 +33,9 @@ async def status(state: State) -> dict[str, Any]:
         "models": state.names,
         "uptime_seconds": round(time.time() - state.started, 1),
         "alive": llm.alive,
-        "draining": llm.draining,
+        "draining": state.draining,
         "dead_reason": llm.dead_reason,
-        "http_requests_in_flight": state.metrics.in_flight,
+        "http_requests_in_flight": int(state.load()["server_load"]),
         "engine": {**msgspec.to_builtins(llm.info), "eos_token_ids": list(llm.info.eos_token_ids)},
         "stats": {field: getattr(llm.stats, field) for field in llm.stats.__struct_fields__},
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -22,25 +23,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import octavo
 from octavo.config import ServerConfig
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.models import ModelTable
 from octavo.errors import OctavoError
-from octavo.server import admin, completions, native
+from octavo.server import admin, completions, native, scale
 from octavo.server.auth import Guard
 from octavo.server.clients import ClientGone
 from octavo.server.errors import to_api_error
 from octavo.server.limits import MAX_REQUEST_ID, EarlyAnswer
+from octavo.server.logs import request_id
 from octavo.server.records import new_id
 from octavo.server.service import Service
 
 _ECHOED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
 
 
-def create_app(llm: AsyncLLM | None, config: ServerConfig, names: Sequence[str]) -> FastAPI:
+def create_app(llm: AsyncLLM | None, config: ServerConfig, names: Sequence[str], models: ModelTable | None = None) -> FastAPI:
     """The server's application for the engine `llm`, which clients know by `names` (the first is the main one).
 
-    llm may be None: everything answers 503 until `app.state.service.attach(llm)`. Raises ConfigError
-    for unusable keys.
+    llm may be None: everything answers 503 until an engine of `models` serves, or until
+    `app.state.service.attach(llm)`. Raises ConfigError for unusable keys.
     """
-    service = Service(config, names)
+    service = Service(config, names, models)
     if llm is not None:
         service.attach(llm)
     app = FastAPI(
@@ -56,7 +59,7 @@ def create_app(llm: AsyncLLM | None, config: ServerConfig, names: Sequence[str])
         },
     )
     app.state.service = service
-    for router in (native.router, completions.router, admin.router):
+    for router in (native.router, completions.router, admin.router, scale.router):
         app.router.routes.extend(router.routes)  # flat, so that a walk over app.routes sees every one
     app.add_middleware(Guard, tenants=service.tenants)
     if config.allowed_origins:
@@ -65,7 +68,7 @@ def create_app(llm: AsyncLLM | None, config: ServerConfig, names: Sequence[str])
             allow_origins=list(config.allowed_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "x-octavo-model"],
         )
     app.add_middleware(Envelope, service=service)
     return app
@@ -90,6 +93,7 @@ class Envelope:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         own_id = scope["octavo.request_id"] = new_id()
+        request_id.set(own_id)  # a server answers every request in a task of its own
         shown = (_client_id(scope) or own_id).encode()
         status = 0
 
@@ -97,7 +101,7 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", shown)]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", shown), *_model(scope)]
             await send(message)
 
         try:
@@ -111,9 +115,13 @@ class Envelope:
             self._count(scope, status)
 
     def _count(self, scope: dict[str, Any] | Scope, status: int) -> None:
-        if self._service.loaded:
-            route = getattr(scope.get("route"), "path", "other")  # the route's pattern, never the client's path
-            self._service.metrics.http[(route, str(status))] += 1
+        self._service.count_answer(getattr(scope.get("route"), "path", "other"), status)
+
+
+def _model(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Which model answered, behind an alias or a default: names are the operator's, but may be of any letters."""
+    name = str(scope.get("octavo.model", ""))
+    return [(b"x-octavo-model", quote(name, safe="/:@+ ").encode())] if name else []
 
 
 def _client_id(scope: Scope) -> str | None:

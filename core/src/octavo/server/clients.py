@@ -104,7 +104,7 @@ class EventStream(Response):
                 await body(data)
         except Exception as exc:
             error = to_api_error(exc, self._record.id)
-            self._record.outcome = error.code or "error"
+            self._record.fail(error.code, exc)
             close: Callable[[], None] | None = scope.get("extensions", {}).get(CLOSE_EXTENSION)
             if close is not None:
                 close()

@@ -46,7 +46,7 @@ async def chat_completions(request: Request, state: State) -> Response:
             exc.param = body.rename(exc.param)
             raise
 
-    return await run(request, state, body, prepare, lambda rid, jobs: ChatAnswer(rid, model, jobs, state.llm.tokenizer, body))
+    return await run(request, state, body, prepare, lambda rid, jobs, llm: ChatAnswer(rid, model, jobs, llm.tokenizer, body))
 
 
 @router.post("/completions", openapi_extra=docs(CompletionRequest))
@@ -65,18 +65,18 @@ async def completions(request: Request, state: State) -> Response:
         )
 
     return await run(
-        request, state, body, prepare, lambda rid, jobs: CompletionAnswer(rid, model, jobs, state.llm.tokenizer, body)
+        request, state, body, prepare, lambda rid, jobs, llm: CompletionAnswer(rid, model, jobs, llm.tokenizer, body)
     )
 
 
 def _card(state: Service, name: str) -> dict[str, Any]:
-    limit = state.llm.info.max_model_len
+    limit = state.engine(name).info.max_model_len
     return {
         "id": name,
         "object": "model",
         "created": state.started,
         "owned_by": "octavo",
-        "root": state.names[0],
+        "root": state.models.find(name).name,
         "max_model_len": limit,
     }
 
@@ -84,7 +84,8 @@ def _card(state: Service, name: str) -> dict[str, Any]:
 @router.get("/models")
 async def models(state: State) -> dict[str, Any]:
     """The served names."""
-    return {"object": "list", "data": [_card(state, name) for name in state.names]}
+    state.engine(None)  # 503 while nothing serves
+    return {"object": "list", "data": [_card(state, name) for name in state.names if state.models.find(name).present]}
 
 
 @router.get("/models/{name:path}")

@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from octavo.errors import AdmissionRefused, EngineDead, OctavoError, RequestError
+from octavo.errors import AdmissionRefused, EngineDead, OctavoError, RequestError, UnknownModel
 
 log = logging.getLogger("octavo.server")
 
@@ -103,6 +103,8 @@ def to_api_error(exc: BaseException, request_id: str = "") -> ApiError:
                 wait = 1.0
             headers = {"Retry-After": str(max(1, math.ceil(wait)))} if wait is not None and status != 400 else {}
             return ApiError(status, exc.message, code=exc.code, headers=headers)
+        case UnknownModel():
+            return ApiError(404, str(exc), param="model", code="model_not_found")
         case EngineDead():
             return ApiError(503, f"The engine has stopped: {exc}", code="engine_dead")
         case Cut():

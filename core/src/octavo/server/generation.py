@@ -70,7 +70,7 @@ class Generation:
         ]
         self._firsts: list[RequestOutput] = []
         self._pumps: list[asyncio.Task[None]] = []
-        record.metrics.in_flight += 1
+        record.counts.in_flight += 1
         self._open = True
 
     async def start(self) -> None:
@@ -142,7 +142,7 @@ class Generation:
         if not self._open:
             return
         self._open = False
-        self._record.metrics.in_flight -= 1
+        self._record.counts.in_flight -= 1
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)

@@ -37,7 +37,8 @@ router = APIRouter()
 @router.head("/health", include_in_schema=False)
 @router.get("/health", tags=["liveness"])
 async def health(state: State) -> Response:
-    """Empty 200 while the engine lives, also while draining; 503 while it loads and once it is dead."""
+    """Empty 200 while the server is worth keeping, also while it drains or an engine starts again after a
+    crash; 503 until the first model serves, and once an engine is given up."""
     return Response(status_code=200 if state.alive else 503)
 
 
@@ -52,8 +53,8 @@ async def ping(state: State) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", tags=["liveness"])
 async def ready(state: State) -> Response:
-    """200 when new requests are taken; 503 while loading, draining or dead."""
-    return Response(status_code=200 if state.alive and not state.draining else 503)
+    """200 when new requests are taken; 503 while loading, starting again, draining or dead."""
+    return Response(status_code=200 if state.ready else 503)
 
 
 @router.get("/version", tags=["state"])
@@ -64,14 +65,8 @@ async def version() -> dict[str, str]:
 
 @router.get("/load", tags=["state"])
 async def load(state: State) -> dict[str, Any]:
-    """HTTP requests being answered, sequences running and waiting, and the used part of the KV cache."""
-    stats = state.llm.stats
-    return {
-        "server_load": state.metrics.in_flight,
-        "running": stats.running,
-        "waiting": stats.waiting,
-        "kv_cache_usage": stats.kv_usage,
-    }
+    """HTTP requests being answered, sequences running and waiting, and the used part of the fullest KV cache."""
+    return state.load()
 
 
 @router.get("/metrics", tags=["state"])
@@ -89,7 +84,7 @@ async def generate(request: Request, state: State) -> Response:
     async def prepare(llm: AsyncLLM) -> list[Job]:
         return await raw_jobs(llm, body.prompt, body.to_params(), default_tokens=DEFAULT_COMPLETION_TOKENS)
 
-    return await run(request, state, body, prepare, lambda rid, jobs: GenerateAnswer(rid, model, jobs))
+    return await run(request, state, body, prepare, lambda rid, jobs, llm: GenerateAnswer(rid, model, jobs))
 
 
 @router.post("/tokenize", tags=["tokenizer"], openapi_extra=docs(TokenizeRequest))
@@ -97,7 +92,7 @@ async def tokenize(request: Request, state: State) -> dict[str, Any]:
     """Token ids of a text or of a conversation."""
     body = await body_of(request, state, TokenizeRequest)
     state.model(body.model)
-    llm = state.open()
+    llm = state.open(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: send either `prompt` or `messages`", param="prompt", code="invalid_value")
     if body.messages is not None:
@@ -121,7 +116,7 @@ async def detokenize(request: Request, state: State) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
     body = await body_of(request, state, DetokenizeRequest)
     state.model(body.model)
-    llm = state.open()
+    llm = state.open(body.model)
     wrong = next((i for i in body.tokens if not 0 <= i < llm.info.vocab_size), None)
     if wrong is not None:
         raise ApiError(

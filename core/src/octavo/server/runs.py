@@ -53,17 +53,21 @@ async def run(
     state: Service,
     body: Sampling,
     prepare: Callable[[AsyncLLM], Awaitable[list[Job]]],
-    shape: Callable[[str, list[Job]], Shape],
+    shape: Callable[[str, list[Job], AsyncLLM], Shape],
 ) -> Response:
     """Generate and answer. `prepare` makes the prompts (off the event loop where that takes time); `shape`
-    gets the request's id and the jobs. Raises what `errors.to_api_error` knows, before an answer begins."""
-    record = state.record(request)
+    gets the request's id, the jobs and the engine. The model is held from here to the answer's end, so
+    that nothing takes it away in between. Raises what `errors.to_api_error` knows, before an answer begins."""
+    lease = state.lease(getattr(body, "model", None))
+    llm, record = lease.llm, state.record(request, lease)
+    request.scope["octavo.model"] = lease.model.name
     generation = None
     streaming = False
     try:
-        llm = state.open()
-        priority = state.priority(body.priority, request)
+        priority = state.priority(body.priority, request, llm)
         jobs = await while_connected(request, prepare(llm))
+        if state.config.log_requests_on_error:
+            record.prompt = lambda: _shown(jobs, llm)
         caller = principal(request)
         generation = Generation(
             llm,
@@ -74,7 +78,7 @@ async def run(
             domain=_domain(caller.domain, body.cache_salt),
             delta=bool(body.stream),
         )
-        form = shape(record.id, jobs)
+        form = shape(record.id, jobs, llm)
         await while_connected(request, generation.start())
         if body.stream:
             streaming = True
@@ -86,13 +90,18 @@ async def run(
         raise
     except Exception as exc:
         error = to_api_error(exc, record.id)
-        record.outcome = error.code or "error"
+        record.fail(error.code, exc)
         raise error from exc
     finally:
         if not streaming:
             if generation is not None:
                 await generation.close()
             record.close()
+
+
+def _shown(jobs: Sequence[Job], llm: AsyncLLM) -> str:
+    """The prompts of a failed request, for a log that was asked to hold them."""
+    return repr([job.text if job.text is not None else llm.tokenizer.decode(job.ids, skip_special_tokens=False) for job in jobs])
 
 
 def _domain(domain: str, salt: str | None) -> str:

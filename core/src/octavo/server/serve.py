@@ -1,6 +1,6 @@
-"""The server's process: a socket, an engine behind it, and an orderly end.
+"""The server's process: a socket, engines behind it, and an orderly end.
 
-Owns the order of start and shutdown. The socket is bound and answers 503 before the model loads, so
+Owns the order of start and shutdown. The socket is bound and answers 503 before a model loads, so
 that a port in use is known at once and probes have something to ask. Must never leave an engine
 process behind, whatever ends this one.
 """
@@ -18,6 +18,7 @@ import ssl
 import stat
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,17 @@ import octavo
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.messages import Progress
-from octavo.errors import ConfigError
+from octavo.engine.models import ModelTable
+from octavo.engine.served import Served
+from octavo.engine.supervisor import Backoff, Supervisor
+from octavo.errors import ConfigError, OctavoError
+from octavo.request import EngineStats
+from octavo.server import logs
 from octavo.server.app import create_app
 from octavo.server.clients import CLOSE_EXTENSION
 from octavo.server.errors import ApiError
 from octavo.server.limits import MAX_HEAD
+from octavo.server.models import planned
 from octavo.server.service import Service
 
 log = logging.getLogger("octavo.server")
@@ -51,9 +58,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, *, on_progre
     an error. A second signal ends everything at once. Raises ConfigError, LoadError or PluginError for
     what the operator can mend, EngineDead when the engine crashed while it started.
     """
-    logging.basicConfig(level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("octavo").setLevel(server_config.log_level.upper())
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logs.configure(server_config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Process(engine_config, server_config, on_progress).run())
 
@@ -108,13 +113,17 @@ class _Http(uvicorn.Server):
 
 class _Process:
     def __init__(self, engine: EngineConfig, config: ServerConfig, on_progress: OnProgress | None) -> None:
-        self._engine, self._config, self._on_progress = engine, config, on_progress
-        self._names = list(config.served_model_name) or [engine.model]
+        self._config, self._on_progress = config, on_progress
+        self._planned = planned(engine, config)
+        self._aliases = config.served_model_name[1:]
         self._stop, self._force = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
         config = self._config
-        app = create_app(None, config, self._names)
+        table = ModelTable(partial(AsyncLLM.start, relay_log=True))
+        supervisor = Supervisor(table, Backoff(attempts=config.max_engine_restarts))
+        names = [model.name for model in self._planned]
+        app = create_app(None, config, [*names, *self._aliases], table)
         state: Service = app.state.service
         with listen(config) as sock:
             loop = asyncio.get_running_loop()
@@ -123,41 +132,55 @@ class _Process:
             http = _Http(_uvicorn_config(app, config))
             serving = asyncio.create_task(http.serve(sockets=[sock]))
             serving.add_done_callback(lambda _: self._stop.set())
-            llm: AsyncLLM | None = None
             try:
-                log.info("Octavo %s listens on %s; %s is loading", octavo.__version__, address(config, sock), self._names[0])
-                llm = await self._until(self._stop, AsyncLLM.start(self._engine, on_progress=self._on_progress))
-                if llm is not None:
-                    state.attach(llm)
+                log.info("Octavo %s listens on %s; %s is loading", octavo.__version__, address(config, sock), ", ".join(names))
+                await self._until(self._stop, self._load(table))
+                if state.ready and not self._stop.is_set():
                     gc.collect()
                     gc.freeze()  # what was imported is garbage for nobody: the collector need not look at it again
-                    log.info("ready: %s at %s", ", ".join(self._names), address(config, sock))
-                    await self._serve(llm, serving)
+                    log.info("ready: %s at %s", ", ".join(state.names), address(config, sock))
+                    await self._serve(state, serving)
             finally:
                 http.should_exit = True
                 http.force_exit = self._force.is_set()
-                await self._end(llm, serving)
+                await supervisor.close()
+                await self._end(table, serving)
+                if state.tracing is not None:
+                    await asyncio.to_thread(state.tracing.close)
         return 0
 
-    async def _serve(self, llm: AsyncLLM, serving: asyncio.Task[None]) -> None:
-        stats = asyncio.create_task(_log_stats(llm)) if not self._config.disable_log_stats else None
+    async def _load(self, table: ModelTable) -> None:
+        """Every model of the start, one after the other: each measures what memory the ones before it have left."""
+        declared = [table.declare(model.name, model.config) for model in self._planned]
+        for alias in self._aliases:
+            table.set_alias(alias, {self._planned[0].name: 1.0})
+        for model in declared:
+            try:
+                await table.load(model, on_progress=self._on_progress)
+            except OctavoError as error:
+                if len(declared) == 1:
+                    raise
+                raise type(error)(f"model {model.name!r}: {error}") from error
+
+    async def _serve(self, state: Service, serving: asyncio.Task[None]) -> None:
+        stats = asyncio.create_task(_log_stats(state.models)) if not self._config.disable_log_stats else None
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set():
-                log.info("draining: up to %g s for %d running requests", self._config.shutdown_timeout, llm.stats.running)
-                await self._until(self._force, llm.drain(self._config.shutdown_timeout))
+                state.draining = True
+                running = sum(model.requests for model in [*state.models.models, *state.models.leaving])
+                log.info("draining: up to %g s for %d running requests", self._config.shutdown_timeout, running)
+                await self._until(self._force, state.models.drain_all(self._config.shutdown_timeout))
         finally:
             for task in (stats, stop):
                 if task is not None:
                     task.cancel()
 
-    async def _end(self, llm: AsyncLLM | None, serving: asyncio.Task[None]) -> None:
-        """Close sockets and the engine side by side: neither needs the other."""
-        closing = [asyncio.ensure_future(serving)]
-        if llm is not None:
-            closing.append(asyncio.ensure_future(llm.close(grace=0.0 if self._force.is_set() else 1.0)))
-        for result in await asyncio.gather(*closing, return_exceptions=True):
+    async def _end(self, table: ModelTable, serving: asyncio.Task[None]) -> None:
+        """Close sockets and the engines side by side: neither needs the other."""
+        closing = table.close(grace=0.0 if self._force.is_set() else 1.0)
+        for result in await asyncio.gather(serving, closing, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 log.error("shutdown: %s", result)
 
@@ -264,23 +287,31 @@ def address(config: ServerConfig, sock: socket.socket) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-async def _log_stats(llm: AsyncLLM) -> None:
-    """A line of throughput and cache use every few seconds in which the engine worked."""
-    before, then = llm.stats, time.monotonic()
+async def _log_stats(table: ModelTable) -> None:
+    """A line of throughput and cache use every few seconds for every model whose engine worked."""
+    before: dict[Served, EngineStats] = {}
+    then = time.monotonic()
     while True:
         await asyncio.sleep(_STATS_SECONDS)
-        now, stats = time.monotonic(), llm.stats
-        if stats.steps > before.steps:
-            span = now - then
-            queries = stats.prefix_queries - before.prefix_queries
-            hits = 100 * (stats.prefix_hits - before.prefix_hits) / queries if queries else 0.0
-            log.info(
-                "running %d, waiting %d, prompt %.1f tok/s, generation %.1f tok/s, KV cache %.1f%%, prefix hits %.1f%%",
-                stats.running,
-                stats.waiting,
-                (stats.prompt_tokens - before.prompt_tokens) / span,
-                (stats.generation_tokens - before.generation_tokens) / span,
-                100 * stats.kv_usage,
-                hits,
-            )
-        before, then = stats, now
+        now = time.monotonic()
+        latest = {model: model.llm.stats for model in table.models if model.present}
+        for model, stats in latest.items():
+            _log_model(model.name if len(latest) > 1 else "", before.get(model, EngineStats()), stats, now - then)
+        before, then = latest, now
+
+
+def _log_model(name: str, before: EngineStats, stats: EngineStats, seconds: float) -> None:
+    if stats.steps <= before.steps:
+        return
+    queries = stats.prefix_queries - before.prefix_queries
+    hits = 100 * (stats.prefix_hits - before.prefix_hits) / queries if queries else 0.0
+    log.info(
+        "%srunning %d, waiting %d, prompt %.1f tok/s, generation %.1f tok/s, KV cache %.1f%%, prefix hits %.1f%%",
+        f"{name}: " if name else "",
+        stats.running,
+        stats.waiting,
+        (stats.prompt_tokens - before.prompt_tokens) / seconds,
+        (stats.generation_tokens - before.generation_tokens) / seconds,
+        100 * stats.kv_usage,
+        hits,
+    )

@@ -1,92 +1,176 @@
-"""Service: what every route needs: the engine once it is there, names, metrics, configuration.
+"""Service: what every route needs: the table of models, metrics, configuration.
 
-Owns the moment at which the engine appears behind a server that already listens. Holds no request.
+Owns which model a request gets and the account that is kept of it. Holds no request itself.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
 
 from octavo.config import ServerConfig
 from octavo.engine.async_llm import AsyncLLM
-from octavo.errors import AdmissionRefused, EngineDead
+from octavo.engine.models import ModelTable
+from octavo.engine.served import Lease, Served
+from octavo.errors import AdmissionRefused, UnknownModel
+from octavo.request import EngineStats
+from octavo.server.counts import Counts
 from octavo.server.errors import ApiError, model_not_found
-from octavo.server.metrics import Metrics
+from octavo.server.gpu import Gpus
+from octavo.server.metrics import Metrics, View
 from octavo.server.records import Record, new_id
 from octavo.server.tenants import Principal, Tenants
+from octavo.server.tracing import Tracing
 
 
 class Service:
-    """`attach` once, when the engine serves; before that, every route that needs it answers 503."""
+    """names: what clients may ask for while the table is still empty. Everything that needs an engine
+    answers 503 until the first one serves."""
 
-    def __init__(self, config: ServerConfig, names: Sequence[str]) -> None:
-        self.config, self.names = config, list(names)
+    def __init__(
+        self, config: ServerConfig, names: Sequence[str], models: ModelTable | None = None, *, gpus: Gpus | None = None
+    ) -> None:
+        self.config, self.models = config, models or ModelTable()
         self.tenants = Tenants(config)
         self.started = int(time.time())
-        self._llm: AsyncLLM | None = None
-        self._metrics: Metrics | None = None
+        self.draining = False
+        self.gpus = gpus or Gpus()
+        self.tracing = Tracing(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
+        self._names = list(names)
+        self._loaded = False
+        self._counts: dict[str, Counts] = {}
+        self._metrics = Metrics(self._views, vllm_names=config.vllm_metrics, gpus=self.gpus)
+        self.models.on_engine(self._on_engine)
 
     def attach(self, llm: AsyncLLM) -> None:
-        self._llm = llm
-        metrics = Metrics(
-            self.names[0],
-            stats=lambda: llm.stats,
-            alive=lambda: llm.alive,
-            info=llm.info,
-            vllm_names=self.config.vllm_metrics,
-        )
-        llm.on_events(metrics.on_step)
-        self._metrics = metrics
+        """Serve an engine that runs already, under the first of the names; the others become aliases of it."""
+        self.models.adopt(self._names[0], llm)
+        for alias in self._names[1:]:
+            self.models.set_alias(alias, {self._names[0]: 1.0})
+
+    def _on_engine(self, model: Served) -> None:
+        self._loaded = True
+        model.llm.on_events(self.counts(model.name).observer())
+
+    # ------------------------------------------------------------ state
 
     @property
     def loaded(self) -> bool:
-        return self._llm is not None
+        """Whether an engine has served yet."""
+        return self._loaded
 
     @property
     def alive(self) -> bool:
-        return self._llm is not None and self._llm.alive
+        """False before the first engine serves, and once one has died and will not be started again."""
+        return self._loaded and not any(self._given_up(model) for model in self.models.models)
+
+    @staticmethod
+    def _given_up(model: Served) -> bool:
+        return model.state == "dead"
 
     @property
-    def draining(self) -> bool:
-        return self._llm is not None and self._llm.draining
+    def ready(self) -> bool:
+        """Whether a request that names no model would be taken, and no model of the start is still loading."""
+        if not self._loaded or self.draining:
+            return False
+        states = {model.state for model in self.models.models}
+        return self.models.find(None).refusal() is None and "loading" not in states
+
+    @property
+    def names(self) -> list[str]:
+        """What clients may ask for: models, then aliases."""
+        return self.models.names or self._names
 
     @property
     def llm(self) -> AsyncLLM:
-        """The engine, whatever its state. Raises ApiError 503 while it loads."""
-        if self._llm is None:
-            raise ApiError(503, "The model is still loading.", code="loading", headers={"Retry-After": "2"})
-        return self._llm
+        """The default model's engine, whatever its state. Raises ApiError 503 while it loads."""
+        return self.engine(None)
+
+    def engine(self, name: str | None) -> AsyncLLM:
+        """The engine behind a served name, whatever its state. Raises ApiError 503 while it loads, 404."""
+        self._refuse_unloaded()
+        try:
+            return self.models.find(name).llm
+        except UnknownModel:
+            raise model_not_found(name or "", self.names) from None
 
     @property
     def metrics(self) -> Metrics:
-        if self._metrics is None:
-            _ = self.llm  # raises
-        assert self._metrics is not None
+        """Raises ApiError 503 while the first model loads."""
+        self._refuse_unloaded()
         return self._metrics
 
-    def open(self) -> AsyncLLM:
-        """The engine, for a new request. Raises what refuses one: ApiError, EngineDead, AdmissionRefused."""
-        llm = self.llm
-        if not llm.alive:
-            raise EngineDead(llm.dead_reason or "its process is gone")
-        if llm.draining:
+    def _refuse_unloaded(self) -> None:
+        if not self._loaded:
+            raise ApiError(503, "The model is still loading.", code="loading", headers={"Retry-After": "2"})
+
+    def load(self) -> dict[str, float]:
+        """The answer of GET /load, over all models."""
+        self._refuse_unloaded()
+        stats = [view.stats for view in self._views()]
+        return {
+            "server_load": sum(counts.in_flight for counts in self._counts.values()),
+            "running": sum(s.running for s in stats),
+            "waiting": sum(s.waiting for s in stats),
+            "kv_cache_usage": max((s.kv_usage for s in stats), default=0.0),
+        }
+
+    def counts(self, model: str) -> Counts:
+        """What is counted of a model's name, whichever engine runs it."""
+        return self._counts.setdefault(model, Counts())
+
+    def count_answer(self, route: str, status: int) -> None:
+        """route: the pattern, never the client's path."""
+        if self._loaded:
+            self._metrics.http[(route, str(status))] += 1
+
+    def _views(self) -> list[View]:
+        return [self._view(model) for model in self.models.models]
+
+    def _view(self, model: Served) -> View:
+        llm = model.llm if model.present else None
+        return View(
+            model.name,
+            self.counts(model.name),
+            llm.stats if llm else EngineStats(),
+            llm.info if llm else None,
+            alive=llm is not None and llm.alive,
+            restarts=model.restarts,
+            generation=model.generation,
+            requests=model.requests,
+            resident=model.resident_bytes(),
+        )
+
+    # ------------------------------------------------------------ requests
+
+    def open(self, name: str | None = None) -> AsyncLLM:
+        """The engine behind a name, for a short question. Raises what refuses a request: ApiError, EngineDead, AdmissionRefused."""
+        with self.lease(name) as lease:
+            return lease.llm
+
+    def lease(self, name: str | None) -> Lease:
+        """Hold a model for a new request; release it when the request has ended. Raises as `open`."""
+        self._refuse_unloaded()
+        if self.draining:
             raise AdmissionRefused("The server is shutting down.", code="draining", retry_after=5.0)
-        return llm
+        try:
+            return self.models.lease(name)
+        except UnknownModel:
+            raise model_not_found(name or "", self.names) from None
 
     def model(self, name: str | None) -> str:
-        """The served name to echo. None or "" is the first one. Raises ApiError 404."""
+        """The served name to echo. None or "" is the default. Raises ApiError 404."""
         if not name:
-            return self.names[0]
+            return self.models.default if self.models.names else self._names[0]
         if name not in self.names:
             raise model_not_found(name, self.names)
         return name
 
-    def priority(self, asked: int | None, request: Request) -> int:
+    def priority(self, asked: int | None, request: Request, llm: AsyncLLM | None = None) -> int:
         """The request's priority, from the body or the header `x-octavo-priority`; lower runs first.
 
         Without either it is 0, or what the tenant's range has nearest to 0. Raises ApiError where it
@@ -105,7 +189,7 @@ class Service:
         low, high = principal(request).priorities(self.config.min_priority)
         if asked is None:
             return min(max(0, low), high)
-        if self.llm.config.scheduling_policy != "priority":
+        if (llm or self.llm).config.scheduling_policy != "priority":
             if asked == 0:
                 return 0
             raise ApiError(
@@ -118,15 +202,21 @@ class Service:
             raise ApiError(400, f"{param}: must be in [{low}, {high}], got {asked}", param=param, code="invalid_value")
         return asked
 
-    def record(self, request: Request) -> Record:
-        """The account of a request that begins now."""
-        return Record(
-            self.metrics,
+    def record(self, request: Request, lease: Lease) -> Record:
+        """The account of a request that begins now and holds a model, which it gives back at its end."""
+        record = Record(
+            self.counts(lease.model.name),
             getattr(request.scope.get("route"), "path", "other"),
             principal(request).tenant,
             log_line=not self.config.disable_log_requests,
             id=request.scope.get("octavo.request_id") or new_id(),
+            model=lease.model.name,
         )
+        record.at_end.append(lambda _: lease.release())
+        tracing = self.tracing
+        if tracing is not None:
+            record.at_end.append(lambda ended: tracing.end(ended, request.headers))
+        return record
 
 
 def principal(request: Request) -> Principal:
@@ -136,7 +226,7 @@ def principal(request: Request) -> Principal:
 
 
 def service(request: Request) -> Service:
-    found = request.app.state.service
+    found: Any = request.app.state.service
     assert isinstance(found, Service)
     return found
 
