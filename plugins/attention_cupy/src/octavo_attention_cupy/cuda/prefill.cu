@@ -1,0 +1,319 @@
+// Paged prefill: rows with several new tokens. Online softmax over tiles of 64 tokens (FlashAttention-2).
+//
+// A block attends ROWS matrix rows, which are new tokens times the query heads of one KV head, so that a short chunk fills
+// the product. Tiles of K and V arrive by asynchronous copies, one tile ahead. Rows are masked only in tiles that the
+// diagonal, the end of the row or a window's edge crosses.
+//
+// Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM, SOFTCAP, WARPS.
+#include "layout.cuh"
+#include "work.cuh"
+
+struct PrefillTile {
+    int token, tokens, position, table_row, end, unused[3];  // first new token, how many, its position; tokens in the cache
+};
+
+struct PrefillArgs {
+    const u16* q;               // [tokens, heads, K_DIM]
+    u16* out;                   // [tokens, heads, V_DIM]
+    float* lse;                 // [tokens, heads], or null
+    const u8* cache;            // [blocks, page_bytes]
+    const int* table;           // [table rows, columns]
+    const PrefillTile* tiles;   // one a block row
+    const float* sinks;         // [heads], or null
+    i64 q_token, q_head, out_token, out_head, lse_token, table_row, page_bytes;  // strides, in elements but the last
+    int page, kv_heads, group, window;  // window 0: none
+    float scale;                // scores times log2(e); with a soft-cap, scores over the cap
+    float softcap;              // the cap times log2(e)
+    float v_scale;
+};
+
+constexpr int ROWS = WARPS * 16;
+constexpr int TOKENS = 64;
+constexpr int STAGES = 2;
+constexpr int K_STEPS = K_DIM / 16;
+constexpr int V_TILES = V_DIM / 8;
+constexpr int TILE_BYTES = TOKENS * (KRows::BYTES + VRows::BYTES);
+constexpr int Q_BYTES = K_DIM * 2;
+constexpr bool FP8 = KV_BYTES == 1;
+constexpr bool BF16_PRODUCT = BF16 && !FP8;
+constexpr bool Q_STAYS = K_DIM <= 128;  // queries in registers; else they are read again for every tile
+
+struct Barriers {
+    u64 full[STAGES];
+    float scale[ROWS];
+};
+
+// Rows of queries in shared memory have the layout of 16-bit K of the same width.
+constexpr int Q_SPAN = common_power(Q_BYTES / 16);
+DEVICE u32 query_at(int row, int chunk) { return row * Q_BYTES + (chunk ^ (row % 8 / (8 / Q_SPAN) % Q_SPAN)) * 16; }
+
+// Queries of one matrix row, by one warp; rows beyond the tile are zero.
+DEVICE void load_query(const PrefillArgs& a, const PrefillTile& tile, int row, u32 to, float* scale) {
+    int lane = threadIdx.x % 32;
+    int token = row / a.group, head = row - token * a.group;
+    bool held = token < tile.tokens;
+    const u16* q = a.q + (tile.token + token) * a.q_token + (blockIdx.y * a.group + head) * a.q_head;
+    float size = 0;
+    constexpr int CHUNKS = Q_BYTES / 16;  // at most 32: one a lane
+    u32 x[4] = {};
+    if (lane < CHUNKS && held)
+        for (int i = 0; i < 4; ++i) x[i] = *(const u32*)(q + lane * 8 + 2 * i);
+    float factor = a.scale;
+    if (BF16 && FP8) {
+        // A bfloat16 query as float16: divided by its largest value, so that it cannot overflow.
+        for (int i = 0; i < 4; ++i) size = fmaxf(size, fmaxf(fabsf(to_float<true>(x[i])), fabsf(to_float<true>(x[i] >> 16))));
+        for (int step = 1; step < 32; step *= 2) size = fmaxf(size, __shfl_xor_sync(~0u, size, step));
+        size = size > 0 ? size : 1.0f;
+        for (int i = 0; i < 4; ++i) x[i] = pack_f16(to_float<true>(x[i]) / size, to_float<true>(x[i] >> 16) / size);
+        factor *= size;
+    }
+    if (lane == 0) *scale = factor;
+    if (lane >= CHUNKS) return;
+    for (int i = 0; i < 4; ++i) {
+        // FP8 K gives dims 4t to 4t + 3 of a step to lane t, where a product takes columns 2t, 2t + 1, 2t + 8, 2t + 9.
+        int pair = lane * 4 + i;  // dims 2 * pair and the next
+        int in = pair % 8;
+        int place = FP8 ? pair - in + in / 2 + in % 2 * 4 : pair;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + query_at(row, place / 4) + place % 4 * 4), "r"(x[i]) : "memory");
+    }
+}
+
+// Tokens [token, token + TOKENS) of the row, as far as they are in [low, high), to shared memory.
+DEVICE void copy_tile(const PrefillArgs& a, const PrefillTile& tile, int token, int low, int high, u32 to, u32 barrier, u64 policy) {
+    int run = TOKENS;
+    while (a.page % run) run /= 2;
+#if HOPPER
+    if (threadIdx.x >= 32) return;
+    int lane = threadIdx.x;
+#else
+    int lane = threadIdx.x % 32;
+#endif
+    int at = token + lane * run, column = at / a.page, slot = at - column * a.page;
+    bool held = lane * run < TOKENS && at < high && at + run > low;
+    int id = held ? __ldg(a.table + tile.table_row * a.table_row + column) : -1;
+    held = id >= 0;
+    const u8* from = a.cache + id * a.page_bytes;
+    const u8* k = from + k_offset(a.page, blockIdx.y, slot);
+    const u8* v = from + v_offset(a.page, a.kv_heads, blockIdx.y, slot);
+#if HOPPER
+    u32 bytes = __popc(__ballot_sync(~0u, held)) * run * (KRows::BYTES + VRows::BYTES);
+    if (lane == 0) barrier_expect(barrier, bytes);
+    __syncwarp();
+    if (held) {
+        bulk_copy(to + lane * run * KRows::BYTES, k, run * KRows::BYTES, barrier, policy);
+        bulk_copy(to + TOKENS * KRows::BYTES + lane * run * VRows::BYTES, v, run * VRows::BYTES, barrier, policy);
+    }
+#else
+    for (int r = 0; r * run < TOKENS; ++r) {
+        if (!__shfl_sync(~0u, (int)held, r)) continue;
+        const u8* source_k = (const u8*)__shfl_sync(~0u, (u64)k, r);
+        const u8* source_v = (const u8*)__shfl_sync(~0u, (u64)v, r);
+        for (int i = threadIdx.x * 16; i < run * KRows::BYTES; i += WARPS * 512) copy_16_bytes(to + r * run * KRows::BYTES + i, source_k + i);
+        for (int i = threadIdx.x * 16; i < run * VRows::BYTES; i += WARPS * 512)
+            copy_16_bytes(to + TOKENS * KRows::BYTES + r * run * VRows::BYTES + i, source_v + i);
+    }
+    copies_commit();
+#endif
+}
+
+// Four values of queries as a product's first operand: rows of the warp, step k.
+DEVICE void query_step(u32 (&r)[4], u32 queries, int k) {
+    int lane = threadIdx.x % 32;
+    load_matrices(r, queries + query_at(threadIdx.x / 32 * 16 + lane % 16, 2 * k + lane / 16));
+}
+
+DEVICE void scores(float (&s)[TOKENS / 8][4], const u32 (&kept)[Q_STAYS ? K_STEPS : 1][4], u32 queries, u32 keys) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+#pragma unroll
+    for (int k = 0; k < K_STEPS; ++k) {
+        u32 q[4];
+        if (Q_STAYS)
+            for (int i = 0; i < 4; ++i) q[i] = kept[Q_STAYS ? k : 0][i];
+        else
+            query_step(q, queries, k);
+        if (!FP8) {
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n += 2) {
+                u32 r[4];
+                load_matrices(r, keys + KRows::at(n * 8 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+                mma<BF16_PRODUCT>(s[n], q[0], q[1], q[2], q[3], r[0], r[1]);
+                mma<BF16_PRODUCT>(s[n + 1], q[0], q[1], q[2], q[3], r[2], r[3]);
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n += 4) {
+                u32 r[4];
+                load_matrices(r, keys + KRows::at(n * 8 + lane, k));
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    mma<false>(s[n + j], q[0], q[1], q[2], q[3], fp8_to_f16<E5M2>(r[j]), fp8_to_f16<E5M2>(r[j] >> 16));
+            }
+        }
+    }
+}
+
+// acc += p V over 16 tokens. A product of FP8 has the even dims of 16 in one tile and the odd ones in the next.
+DEVICE void add_values(float (&acc)[V_TILES][4], const u32 (&p)[4], u32 values, int step) {
+    int lane = threadIdx.x % 32, row = step * 16 + lane % 16, half = lane / 16;
+    if (!FP8) {
+#pragma unroll
+        for (int v = 0; v < V_TILES; v += 2) {
+            u32 r[4];
+            load_matrices_transposed(r, values + VRows::at(row, v + half));
+            mma<BF16_PRODUCT>(acc[v], p[0], p[1], p[2], p[3], r[0], r[1]);
+            mma<BF16_PRODUCT>(acc[v + 1], p[0], p[1], p[2], p[3], r[2], r[3]);
+        }
+    } else {
+#pragma unroll
+        for (int c = 0; c < V_TILES / 2; c += 2) {
+            u32 r[4];
+            load_matrices_transposed(r, values + VRows::at(row, min(c + half, V_TILES / 2 - 1)));
+#pragma unroll
+            for (int j = 0; j < 2 && c + j < V_TILES / 2; ++j) {
+                u32 x = __byte_perm(r[2 * j], 0, 0x3120), y = __byte_perm(r[2 * j + 1], 0, 0x3120);
+                mma<false>(acc[2 * (c + j)], p[0], p[1], p[2], p[3], fp8_to_f16<E5M2>(x), fp8_to_f16<E5M2>(y));
+                mma<false>(acc[2 * (c + j) + 1], p[0], p[1], p[2], p[3], fp8_to_f16<E5M2>(x >> 16), fp8_to_f16<E5M2>(y >> 16));
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill(const __grid_constant__ PrefillArgs a) {
+    extern __shared__ __align__(128) u8 memory[];
+    Barriers& barriers = *(Barriers*)(memory + STAGES * TILE_BYTES + ROWS * Q_BYTES);
+    u32 ring = shared_address(memory), queries = ring + STAGES * TILE_BYTES, full = shared_address(barriers.full);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    PrefillTile tile = a.tiles[blockIdx.x];
+    u64 policy = 0;
+#if HOPPER
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) barrier_init(full + s * 8, 1);
+        barrier_init_visible();
+        fence_copy_engine();
+    }
+    policy = evict_first_policy();
+#endif
+    __syncthreads();
+    wait_for_predecessor();
+    release_successor();
+
+    // Tokens that any row of this block sees: [low, high).
+    int high = tile.position + tile.tokens;
+    int low = a.window > 0 ? max(tile.position - a.window + 1, 0) : 0;
+    int first = low / TOKENS, last = ceil_div(high, TOKENS);
+    copy_tile(a, tile, first * TOKENS, low, high, ring, full, policy);
+    for (int r = warp; r < ROWS; r += WARPS) load_query(a, tile, r, queries, barriers.scale + r);
+    __syncthreads();
+    u32 kept[Q_STAYS ? K_STEPS : 1][4];
+    if (Q_STAYS)
+#pragma unroll
+        for (int k = 0; k < K_STEPS; ++k) query_step(kept[Q_STAYS ? k : 0], queries, k);
+
+    // Lane 4g + t has matrix rows g and g + 8 of its warp.
+    int position[2];
+    float scale[2], top[2], sum[2], acc[V_TILES][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        int row = warp * 16 + g + i * 8;
+        position[i] = tile.position + row / a.group;
+        scale[i] = barriers.scale[row];
+        top[i] = NEGATIVE_INFINITY, sum[i] = 0;
+    }
+#pragma unroll
+    for (int v = 0; v < V_TILES; ++v) acc[v][0] = acc[v][1] = acc[v][2] = acc[v][3] = 0;
+
+    for (int j = first; j < last; ++j) {
+        int stage = (j - first) % STAGES, token = j * TOKENS;
+        u32 keys = ring + stage * TILE_BYTES, values = keys + TOKENS * KRows::BYTES;
+        if (j + 1 < last) copy_tile(a, tile, token + TOKENS, low, high, ring + (stage ^ 1) * TILE_BYTES, full + (stage ^ 1) * 8, policy);
+#if HOPPER
+        barrier_wait(full + stage * 8, (j - first) / STAGES % 2);
+#else
+        if (j + 1 < last) copies_wait<1>(); else copies_wait<0>();
+        __syncthreads();
+#endif
+        bool edge = token < low || token + TOKENS > high;
+        if (edge) {
+            // Whatever lies outside is not ours and may be NaN, which a weight of zero would not silence.
+            for (int i = threadIdx.x; i < TOKENS * VRows::CHUNKS; i += WARPS * 32) {
+                int at = token + i / VRows::CHUNKS;
+                if (at < low || at >= high) zero_16_bytes(values + i * 16);
+            }
+            __syncthreads();
+        }
+        float s[TOKENS / 8][4];
+        scores(s, kept, queries, keys);
+        bool masked = edge || token + TOKENS - 1 > tile.position || (a.window > 0 && token <= high - 1 - a.window);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float higher = top[i];
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float x = s[n][2 * i + c] * scale[i];
+                    if (SOFTCAP) x = a.softcap * tanh_exact(x);
+                    int at = token + n * 8 + 2 * t + c;
+                    if (masked && (at > position[i] || (a.window > 0 && at <= position[i] - a.window))) x = NEGATIVE_INFINITY;
+                    s[n][2 * i + c] = x;
+                    higher = fmaxf(higher, x);
+                }
+            higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
+            higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
+            float base = higher == NEGATIVE_INFINITY ? 0.0f : higher;
+            float keep = exp2_fast(top[i] - base);
+            top[i] = higher;
+            sum[i] *= keep;
+#pragma unroll
+            for (int v = 0; v < V_TILES; ++v) acc[v][2 * i] *= keep, acc[v][2 * i + 1] *= keep;
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float e = exp2_fast(s[n][2 * i + c] - base);
+                    s[n][2 * i + c] = e;
+                    sum[i] += e;
+                }
+        }
+#pragma unroll
+        for (int k = 0; k < TOKENS / 16; ++k) {
+            u32 p[4] = {pack<BF16_PRODUCT>(s[2 * k][0], s[2 * k][1]), pack<BF16_PRODUCT>(s[2 * k][2], s[2 * k][3]),
+                        pack<BF16_PRODUCT>(s[2 * k + 1][0], s[2 * k + 1][1]), pack<BF16_PRODUCT>(s[2 * k + 1][2], s[2 * k + 1][3])};
+            add_values(acc, p, values, k);
+        }
+#if HOPPER
+        if (edge) fence_copy_engine();
+#endif
+        __syncthreads();
+    }
+
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
+        sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+        int row = warp * 16 + g + i * 8, token = row / a.group, head = blockIdx.y * a.group + row - token * a.group;
+        if (token >= tile.tokens) continue;
+        float base = top[i] == NEGATIVE_INFINITY ? 0.0f : top[i], keep = 1.0f;
+        if (a.sinks) {
+            float sink = a.sinks[head] * LOG2E, higher = fmaxf(top[i], sink);
+            keep = exp2_fast(top[i] - higher);
+            sum[i] = sum[i] * keep + exp2_fast(sink - higher);
+            base = higher;
+        }
+        float factor = keep * a.v_scale / (sum[i] == 0.0f ? 1.0f : sum[i]);
+        u16* out = a.out + (tile.token + token) * a.out_token + head * a.out_head;
+#pragma unroll
+        for (int v = 0; v < V_TILES; v += FP8 ? 2 : 1) {
+            if (FP8) {
+                uint2 x = {pack<BF16>(acc[v][2 * i] * factor, acc[v + 1][2 * i] * factor),
+                           pack<BF16>(acc[v][2 * i + 1] * factor, acc[v + 1][2 * i + 1] * factor)};
+                *(uint2*)(out + v * 8 + 4 * t) = x;
+            } else {
+                *(u32*)(out + v * 8 + 2 * t) = pack<BF16>(acc[v][2 * i] * factor, acc[v][2 * i + 1] * factor);
+            }
+        }
+        if (t == 0 && a.lse) a.lse[(tile.token + token) * a.lse_token + head] = (base + log2f(sum[i])) * LN2;
+    }
+}

@@ -1,0 +1,86 @@
+"""Slices, warps and ring depths by shape. Owns the choice; the measurements behind it are in benchmarks/RESULTS.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARED_RESERVE = 1024
+"""Bytes of shared memory of a multiprocessor that every block costs besides what it asks for."""
+MAX_STAGES = 8
+ACCUMULATORS = 160
+"""Registers of a lane that queries and sums may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    """A decode kernel. slice: tokens of a warp's step; warps of a block; stages of a warp's ring; blocks a multiprocessor;
+    n_tiles: products of 8 query heads that share K and V; shared: bytes of shared memory of a block."""
+
+    slice: int
+    warps: int
+    stages: int
+    blocks: int
+    n_tiles: int
+    shared: int
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a unit of the work map."""
+        return self.slice * self.warps
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a segment, at most."""
+        return 8 * self.n_tiles
+
+
+def n_tiles(*, group: int, k_dim: int, v_dim: int) -> int:
+    """Products of 8 query heads side by side: as many as the group needs and registers hold."""
+    room = ACCUMULATORS // (k_dim // 8 + v_dim // 4)
+    return max(1, min(-(-group // 8), room))
+
+
+def decode_choice(*, group: int, k_dim: int, v_dim: int, element: int, shared_block: int, shared_sm: int) -> DecodeChoice:
+    """element: bytes of a cache element; shared_block and shared_sm: bytes of shared memory that a block may have, and all of them."""
+    row = (k_dim + v_dim) * element
+    size = 16
+    while size < 64 and size * row < 8192:
+        size *= 2
+    tiles = n_tiles(group=group, k_dim=k_dim, v_dim=v_dim)
+    warps = 8 if max(k_dim, v_dim) <= 128 else 4
+    blocks = 1
+    while True:
+        room = min(shared_block, shared_sm // blocks - SHARED_RESERVE)
+        fixed = warps * 8 * (v_dim + 4) * 4 + fixed_bytes(warps, tiles)
+        stages = min(MAX_STAGES, (room - fixed) // (warps * size * row))
+        if stages >= 2 or warps == 1:
+            break
+        warps //= 2
+    if stages < 2:
+        raise ValueError(
+            f"a block may have {shared_block} bytes of shared memory: too little for dims {k_dim} and {v_dim} of {element} bytes"
+        )
+    return DecodeChoice(size, warps, stages, blocks, tiles, fixed + stages * warps * size * row)
+
+
+def fixed_bytes(warps: int, tiles: int) -> int:
+    """Of `Shared` in cuda/decode.cu: maxima, denominators, and MAX_STAGES barriers a warp."""
+    return (warps + 1) * 8 * tiles * 2 * 4 + 16 + warps * MAX_STAGES * 8
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    """warps of a block, 16 matrix rows each; shared: bytes of shared memory."""
+
+    warps: int
+    shared: int
+
+
+def prefill_choice(*, k_dim: int, v_dim: int, element: int, shared_block: int) -> PrefillChoice:
+    """Raises ValueError if two tiles of 64 tokens do not fit in shared memory."""
+    shared = 2 * 64 * (k_dim + v_dim) * element + 64 * k_dim * 2 + 16 + 64 * 4
+    if shared > shared_block:
+        raise ValueError(
+            f"prefill of dims {k_dim} and {v_dim} needs {shared} bytes of shared memory, a block may have {shared_block}"
+        )
+    return PrefillChoice(4, shared)
