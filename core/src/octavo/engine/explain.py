@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.catalog import CONTRACT
 from octavo.decision import OperatorDecision
 from octavo.engine.sizing import size_text
+from octavo.model.rope import rope_parameters
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,6 +27,7 @@ def explain(plan: Plan) -> dict[str, Any]:
         "threads": plan.threads.count if plan.threads else None,
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.kv_dtype,
+        "rope": dict(rope_parameters(plan.source.config)) if "rope" in plan.why else None,
         "max_model_len": plan.limits.max_model_len,
         "max_num_seqs": plan.limits.max_num_seqs,
         "max_num_batched_tokens": plan.limits.max_num_batched_tokens,

@@ -8,7 +8,7 @@ No weight is read and no device memory is taken here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.cache.pool import kv_tokens, plan_groups
@@ -17,7 +17,7 @@ from octavo.config import EngineConfig
 from octavo.decision import Decision, OperatorDecision
 from octavo.engine.device import BF16_UNITS, Threads, choose_device, spare_threads
 from octavo.engine.sizing import Sizing, estimate_weight_bytes, size_pool, workspace_bytes
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, LoadError
 from octavo.interfaces import AttentionParts, CacheLayout, KVGroup, Limits, ModelFacts
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ KV_DTYPES = {
     "float16": "float16",
 }
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+MAX_POSITIONS = 1 << 24
+"""Positions of a RoPE: every whole number up to it is a float32."""
 
 DEFAULT_BLOCK_SIZE = 16
 BATCHED_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -116,7 +119,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         why["threads"] = threads.reason
 
     dummy = config.load_format == "dummy"
-    source = resolve_source(config.model, config.revision, weights=not dummy)
+    source = _stretched(config, resolve_source(config.model, config.revision, weights=not dummy), why)
     _check_format(config, source)
     architecture = source.architecture
     dtype, why["dtype"] = model_dtype(config.dtype, source, device)
@@ -193,6 +196,22 @@ def attention_facts(facts: ModelFacts, kv_dtype: str, block_size: int | None) ->
     }
 
 
+def _stretched(config: EngineConfig, source: ModelSource, why: dict[str, str]) -> ModelSource:
+    """The source with the RoPE that the configuration asks for; `why` says so where it asks."""
+    from octavo.model.rope import rope_parameters, stretched
+
+    factor, theta = config.rope_scaling_factor, config.rope_theta
+    if factor is None and theta is None:
+        return source
+    flags = [f"--rope-scaling-factor {factor:g}"] * (factor is not None) + [f"--rope-theta {theta:g}"] * (theta is not None)
+    try:
+        changed = stretched(source.config, factor=factor, theta=theta)
+    except LoadError as error:
+        raise ConfigError(f"{' '.join(flags)}: {error}") from error
+    why["rope"] = f"{' '.join(flags)}; the checkpoint has {dict(rope_parameters(source.config)) or 'a default RoPE'}"
+    return replace(source, config=changed)
+
+
 def _check_format(config: EngineConfig, source: ModelSource) -> None:
     wrong = {"gguf": "folder", "safetensors": "gguf"}.get(config.load_format)
     if source.kind == wrong:
@@ -249,6 +268,11 @@ def _limits(config: EngineConfig, facts: ModelFacts, device: Device, why: dict[s
         raise ConfigError(
             f"--max-model-len {length} is more than the {longest} tokens that the model's positions reach "
             "(max_position_embeddings with its RoPE scaling)"
+        )
+    if length > MAX_POSITIONS:
+        raise ConfigError(
+            f"--max-model-len {length} is more than {MAX_POSITIONS}: past that, positions are not whole numbers in float32, "
+            "and neighbours would get one angle"
         )
     why["max_model_len"] = "named in the configuration" if config.max_model_len else "the model's"
     default = BATCHED_TOKENS[device.type]

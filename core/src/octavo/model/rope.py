@@ -200,6 +200,31 @@ def read_rope(
     )
 
 
+def stretched(config: Mapping[str, Any], *, factor: float | None = None, theta: float | None = None) -> dict[str, Any]:
+    """This config with another RoPE: `theta` its base, `factor` how far its context is stretched. The type stays; a RoPE
+    without one becomes dynamic, which leaves sequences within the original context as they were.
+
+    LoadError where the factor would not mean that: a RoPE per layer type, or longrope, whose lists are made for one factor.
+    """
+    changed = dict(config)
+    if factor is None and theta is None:
+        return changed
+    nested = _nested(config)
+    if nested:
+        raise LoadError(f"the model has a RoPE for each of {', '.join(nested)}: one factor or theta cannot be set for all")
+    found = dict(_whole(config))
+    kind = _rope_type(found)
+    if factor is not None:
+        if kind == "longrope":
+            raise LoadError("the model's RoPE is longrope, whose lists of factors are made for one context: it cannot be stretched")
+        found.pop("type", None)
+        found |= {"rope_type": "dynamic" if kind == "default" else kind, "factor": factor}
+    if theta is not None:
+        found["rope_theta"] = changed["rope_theta"] = theta
+    changed["rope_scaling" if config.get("rope_scaling") else "rope_parameters"] = found
+    return changed
+
+
 def rope_variant(config: Mapping[str, Any], bound: int) -> str:
     """The part of a prefix-cache key that says under which frequencies keys were computed, for a
     sequence of at most `bound` tokens: empty where the RoPE type does not depend on length."""
