@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.cache.tier import Parcel
-
     from octavo.model.export import CheckpointWriter
+    from octavo.model.rope import RopeConfig
     from octavo.model.source import ModelSource
 
 
@@ -219,7 +219,8 @@ class SchedulerParts:
     """What a scheduler is built from. hard_blocks: refuse (429) what does not fit now, do not queue.
     clock returns seconds (monotonic); seeds returns a fresh 63-bit seed for an unseeded request; salt
     maps a sequence's length bound to the part of its prefix-cache key that depends on it (the
-    variant of a dynamic RoPE)."""
+    variant of a dynamic RoPE). swap_pays(tokens, blocks): whether a preempted sequence that has computed so
+    many tokens in so many blocks is better swapped to host memory than recomputed."""
 
     allocator: Allocator
     limits: Limits
@@ -230,6 +231,7 @@ class SchedulerParts:
     clock: Callable[[], float]
     seeds: Callable[[], int]
     salt: Callable[[int], str]
+    swap_pays: Callable[[int, int], bool] = lambda tokens, blocks: False
 
 
 class Scheduler(Protocol):
@@ -307,7 +309,8 @@ class AttentionLayer:
     """One attention layer, as the model declares it: index into kv_specs order, and its numbers.
 
     scale multiplies q.k; softcap 0 is off; window None sees everything; sinks is a per-head
-    learned logit [num_heads] that joins the softmax and is dropped (None: no sinks). k_scale and v_scale multiply what
+    learned logit [num_heads] that joins the softmax and is dropped (None: no sinks; has_sinks says it of a layer
+    that is only planned, before there are tensors). k_scale and v_scale multiply what
     a float8 cache holds; the build takes them from the checkpoint, where they stand under `module`, such as
     "model.layers.0.self_attn" ("": this layer has none)."""
 
@@ -323,6 +326,7 @@ class AttentionLayer:
     k_scale: float = 1.0
     v_scale: float = 1.0
     module: str = ""
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,7 +604,9 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the engine reads off a model config: geometry for pool, limits and attention."""
+    """What the engine reads off a model config: geometry for pool, limits and attention. ropes are every RoPE of the
+    model once: where one depends on a sequence's length, its variant is part of the prefix-cache key. cost, if not
+    empty, says what serving this model in this way costs; `explain` shows it."""
 
     architecture: str
     vocab_size: int
@@ -609,6 +615,8 @@ class ModelFacts:
     layers: tuple[AttentionLayer, ...]
     kv_specs: tuple[KVSpec, ...]  # one per attention layer
     tied_head: bool = False
+    ropes: tuple[RopeConfig, ...] = ()
+    cost: str = ""
 
 
 class ModelAdapter(Protocol):

@@ -41,7 +41,7 @@ from octavo.interfaces import (
 )
 from octavo.model.kv_scales import KVScales
 from octavo.model.loader import WeightTable, load_weights
-from octavo.model.rope import rope_variant
+from octavo.model.rope import variants
 from octavo.model.tokenizer_files import load_tokenizer_files
 from octavo.request import ModelInfo
 from octavo.sampling.sampler import Sampler
@@ -102,7 +102,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
             hard_blocks=plan.sizing.hard,
             clock=time.monotonic,
             seeds=lambda: stream.getrandbits(63),
-            salt=lambda bound: rope_variant(plan.source.config, bound),
+            salt=lambda bound: variants(plan.facts.ropes, bound),
         )
     )
     executor = plan.executor.create(

@@ -123,7 +123,6 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     _check_format(config, source)
     architecture = source.architecture
     dtype, why["dtype"] = model_dtype(config.dtype, source, device)
-    kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype)
 
     def needs(kind: Kind, **facts: Any) -> Needs:
         return Needs(kind, device, dtype, facts)
@@ -133,6 +132,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     scheduler = catalog.resolve("scheduler", needs("scheduler", **policy), config.scheduler)
     executor = catalog.resolve("executor", needs("executor", devices=1), config.executor)
     quantizer = _quantizer(config, catalog, source, architecture, needs)
+    kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype, quantizer.accept.preferences.get("kv_cache_dtype"))
     model = catalog.resolve("model", needs("model", architecture=architecture, config=source.config), config.model_adapter)
     adapter = model.create(None)
     facts: ModelFacts = adapter.facts(source.config, dtype, kv_dtype)
@@ -192,7 +192,7 @@ def attention_facts(facts: ModelFacts, kv_dtype: str, block_size: int | None) ->
         "num_kv_heads": max(layer.num_kv_heads for layer in layers),
         "windows": tuple(sorted({layer.window for layer in layers if layer.window is not None})),
         "softcap": max(layer.softcap for layer in layers),
-        "sinks": any(layer.sinks is not None for layer in layers),
+        "sinks": any(layer.has_sinks or layer.sinks is not None for layer in layers),
     }
 
 
@@ -249,9 +249,10 @@ def model_dtype(asked: str, source: ModelSource, device: Device) -> tuple[str, s
     return name, reason
 
 
-def _kv_dtype(asked: str, dtype: str) -> tuple[str, str]:
+def _kv_dtype(asked: str, dtype: str, stored: str | None = None) -> tuple[str, str]:
+    """(torch dtype name, why): the one asked for, else the one that the checkpoint has scales for, else the model's."""
     if asked == "auto":
-        return dtype, "the model's"
+        return (stored, "the checkpoint was made for it and has its scales") if stored else (dtype, "the model's")
     try:
         return KV_DTYPES[asked], "named in the configuration"
     except KeyError:

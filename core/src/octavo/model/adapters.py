@@ -17,7 +17,7 @@ _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(.*\.)?self_attn\.(masked_bi
 
 
 class DecoderAdapter:
-    """interfaces.ModelAdapter of Llama, Mistral, Qwen2 and Qwen3."""
+    """interfaces.ModelAdapter of every architecture in FAMILIES."""
 
     def __init__(self, options: Any, parts: None) -> None:
         pass
@@ -45,6 +45,7 @@ class DecoderAdapter:
                 for layer in layers
             ),
             tied_head=decoder.tied_head,
+            ropes=decoder.ropes,
         )
 
     def build(self, config: Mapping[str, Any], parts: ModelParts) -> Model:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.interfaces import Linear, ModelParts, Step
-from octavo.model.families import DecoderConfig
+from octavo.model.decoder_config import DecoderConfig
 from octavo.model.layers import DecoderLayer, Embedding, Norm
 from octavo.model.linear import torch_device
 from octavo.model.rotary import Rotary
@@ -25,12 +25,14 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, parts: ModelParts) -> None:
         dtype, device = getattr(torch, parts.dtype), torch_device(parts.device)
-        self._embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, parts)
+        self._embedding = Embedding(
+            "model.embed_tokens", config.vocab_size, config.hidden_size, parts, scale=config.embedding_scale
+        )
         self._layers = [DecoderLayer(f"model.layers.{i}", i, config, layer, parts) for i, layer in enumerate(config.layers)]
-        self._norm = Norm("model.norm", config.hidden_size, config.norm_eps, parts)
-        self._head = self._build_head(config, parts)
+        self._norm = Norm("model.norm", config.hidden_size, config.norm_eps, parts, offset=config.norm_offset)
+        self._head, self._softcap = self._build_head(config, parts), config.logit_softcap
         # Layers with equal RoPE share one set of angles, computed once a step.
-        ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
+        ropes = config.ropes
         self._rotaries = [Rotary(rope, max_len=parts.limits.max_model_len, dtype=dtype, device=device) for rope in ropes]
         self._rope_of = [ropes.index(layer.rope) for layer in config.layers]
 
@@ -57,7 +59,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab] of hidden [S, H]."""
-        return self._head(hidden)
+        logits = self._head(hidden)
+        return logits if not self._softcap else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
 def _ignore_head(tensor: Tensor) -> None:

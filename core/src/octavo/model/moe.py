@@ -17,7 +17,10 @@ from octavo.model.parameter import Parameter
 
 
 class Block(Protocol):
-    """A part of a layer that maps [T, H] to [T, H], such as shared experts."""
+    """A part of a layer that maps [T, H] to [T, H]: an MLP, experts, shared experts. `activation` names the input
+    format it wants, as a Linear's."""
+
+    activation: str
 
     def __call__(self, x: Tensor) -> Tensor: ...
 

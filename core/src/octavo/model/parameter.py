@@ -1,4 +1,4 @@
-"""Parameter: one checkpoint tensor that a part of a model uses as it is, such as a norm's weight or a router's.
+"""Parameter and Buffer: one checkpoint tensor that a part of a model uses as it is, such as a norm's weight.
 
 Owns its copy on the device. Must never be used for what a quantizer may pack: those are Linears and Experts.
 """
@@ -29,3 +29,15 @@ class Parameter:
         if self._value is None:
             raise RuntimeError(f"{self._name} is used before it is filled")
         return self._value
+
+
+class Buffer:
+    """As Parameter, for a tensor that others must hold before it is filled: its memory is taken when it is declared,
+    and holds NaN until then."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], parts: ModelParts, dtype: torch.dtype) -> None:
+        self.value = torch.full(shape, float("nan"), dtype=dtype, device=torch_device(parts.device))
+        parts.weights.declare(name, shape, self._fill)
+
+    def _fill(self, tensor: Tensor) -> None:
+        self.value.copy_(tensor)

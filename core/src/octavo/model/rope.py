@@ -9,7 +9,7 @@ key, because a RoPE that is nearly right gives fluent nonsense.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -216,7 +216,9 @@ def stretched(config: Mapping[str, Any], *, factor: float | None = None, theta: 
     kind = _rope_type(found)
     if factor is not None:
         if kind == "longrope":
-            raise LoadError("the model's RoPE is longrope, whose lists of factors are made for one context: it cannot be stretched")
+            raise LoadError(
+                "the model's RoPE is longrope, whose lists of factors are made for one context: it cannot be stretched"
+            )
         found.pop("type", None)
         found |= {"rope_type": "dynamic" if kind == "default" else kind, "factor": factor}
     if theta is not None:
@@ -225,19 +227,21 @@ def stretched(config: Mapping[str, Any], *, factor: float | None = None, theta: 
     return changed
 
 
-def rope_variant(config: Mapping[str, Any], bound: int) -> str:
-    """The part of a prefix-cache key that says under which frequencies keys were computed, for a
-    sequence of at most `bound` tokens: empty where the RoPE type does not depend on length."""
-    variants = []
-    layer_types: list[str | None] = [*_nested(config)] or [None]
-    for layer_type in layer_types:
-        found = rope_parameters(config, layer_type)
-        if _rope_type(found) in ("dynamic", "longrope"):
-            # A variant depends on lengths only, so any head width serves; the long list says which one fits.
-            partial = found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-            head_dim = math.ceil(2 * len(found.get("long_factor") or (0, 0)) / partial)
-            variants.append(read_rope(config, head_dim, layer_type=layer_type).variant(bound))
-    return "|".join(variants)
+def longest_context(rope: RopeConfig) -> int:
+    """Tokens that the checkpoint claims to handle. dynamic and yarn state the context before stretching
+    (yarn configs may state the stretched one: the larger counts); linear configs disagree on which of
+    the two max_position_embeddings is, so it is taken as it stands."""
+    if rope.type == "dynamic":
+        return int(rope.max_position * rope.factor)
+    if rope.type == "yarn":
+        return max(rope.max_position, int(rope.original * rope.factor))
+    return rope.max_position
+
+
+def variants(ropes: Iterable[RopeConfig], bound: int) -> str:
+    """The part of a prefix-cache key that says under which frequencies keys were computed, for a sequence of at most
+    `bound` tokens: empty where no RoPE of the model depends on length."""
+    return "|".join(rope.variant(bound) for rope in ropes if rope.varies)
 
 
 def _rope_type(found: Mapping[str, Any]) -> RopeType:

@@ -181,8 +181,10 @@ def transformers_model(config: Mapping[str, Any], *, seed: int = 0, spread: floa
 
 
 def checkpoint(model: Any, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that this transformers model would save."""
-    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    """The tensors that this transformers model would save, by their names in a checkpoint."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors = {name: tensor.detach().clone() for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
     if config.get("tie_word_embeddings", False):
         tensors.pop("lm_head.weight", None)
     return tensors
