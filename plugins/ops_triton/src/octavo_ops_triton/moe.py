@@ -49,15 +49,11 @@ def tiles(pairs: int, experts: int, bits: int) -> tuple[Tile, Tile]:
         return Tile(16, 32, 32, 4, 3), Tile(16, 64, 32, 4, 3)
     if pairs <= FEW:
         m = 16 if pairs <= 4 * experts else 32 if pairs <= 16 * experts else 64
-        return Tile(m, 32, 128, 4, 4), Tile(m, 64, 128, 4, 4)
+        return Tile(m, 32, 128, 4, 5 if m == 16 else 4), Tile(m, 32, 128, 4, 5) if pairs <= 64 else Tile(m, 64, 128, 4, 4)
     each = pairs // experts
-    if each <= 8:
-        return Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4)
-    if each <= 24:
-        return Tile(32, 64, 64, 4, 4, 4), Tile(32, 128, 64, 4, 4, 4)
     if each <= 96:
         return Tile(64, 64, 64, 4, 4, 4), Tile(64, 128, 64, 4, 4, 4)
-    return Tile(128, 64, 64, 8, 4, 8), Tile(128, 128, 64, 8, 4, 8)
+    return Tile(128, 128, 64, 8, 3, 4), Tile(128, 128, 64, 8, 4, 8)
 
 
 def route(
