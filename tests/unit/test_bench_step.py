@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 
 
 def test_busy_time_counts_overlaps_once_and_gaps_not_at_all() -> None:
-    assert busy_time([(10, 20), (15, 18), (30, 40), (12, 22)]) == (30, 22)
+    assert busy_time([(10, 20), (15, 18), (30, 40), (12, 22), (41, 43)]) == (33, 24, 8)
 
 
 def test_a_profiled_step_lists_what_it_computed(tiny: Path) -> None:
@@ -21,6 +21,12 @@ def test_a_profiled_step_lists_what_it_computed(tiny: Path) -> None:
     assert record["profile"]["operations"][0]["us"] >= record["profile"]["operations"][-1]["us"]
     assert any("linear" in row["name"] or "mm" in row["name"] for row in record["profile"]["operations"])
     assert "3 sequences" in table(record)[0]
+
+
+def test_a_prefill_step_is_full(tiny: Path) -> None:
+    config = EngineConfig(model=str(tiny), num_threads=1, dtype="float32", max_num_batched_tokens=64)
+    record = measure(config, batch=1, context=50, steps=2, profile=False, prefill=True)
+    assert record["tokens_per_s"] == pytest.approx(64e6 / record["step_us_mean"], rel=0.01)
 
 
 @pytest.mark.parametrize(("batch", "context", "message"), [(300, 4, "--max-num-seqs"), (1, 100_000, "--context")])

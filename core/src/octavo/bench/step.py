@@ -1,7 +1,7 @@
 """One engine step under the glass: what it costs, and what the device does meanwhile.
 
-Owns the situation (so many sequences of one context, all decoding) and the reading of torch's
-profiler. The step's wall time is taken without the profiler, which slows the host; the device's busy
+Owns the situation (so many sequences of one context, all decoding; or prompts of that length being
+computed, as many as a step takes) and the reading of torch's profiler. The step's wall time is taken without the profiler, which slows the host; the device's busy
 and idle time and the list of operations come from a second, profiled stretch of steps.
 """
 
@@ -30,10 +30,22 @@ TOP = 25
 """Operations that the record lists."""
 
 
+GAP = 5.0
+"""Microseconds: kernels of one graph follow each other within two; a longer gap is the device waiting for the host."""
+
+
 def measure(
-    config: EngineConfig, *, batch: int, context: int, steps: int, profile: bool, tell: Tell = lambda *_: None
+    config: EngineConfig,
+    *,
+    batch: int,
+    context: int,
+    steps: int,
+    profile: bool,
+    prefill: bool = False,
+    tell: Tell = lambda *_: None,
 ) -> dict[str, Any]:
-    """The record of `steps` decode steps of `batch` sequences that each hold about `context` tokens.
+    """The record of `steps` decode steps of `batch` sequences that each hold about `context` tokens; with
+    `prefill` of steps that compute prompts of `context` tokens (`batch` is then not used).
 
     Raises ConfigError where the model's context, --max-num-seqs or the KV cache cannot hold them.
     """
@@ -41,34 +53,41 @@ def measure(
     with shape_folder(config) as resolved:
         ours = Ours(resolved, tell)
         engine = ours.engine
-        # The first sequence decodes while the prompts of the others are computed, 1,024 tokens a step at the least.
-        output = 3 * steps + 16 + batch * context // 1024
-        _check(engine, batch, context + output)
+        budget = int(engine.explain["values"]["max_num_batched_tokens"]["value"])
+        if prefill:
+            batch, output = 2 + 2 * (steps + 2) * budget // context, 1
+        else:
+            # The first sequence decodes while the prompts of the others are computed.
+            output = 3 * steps + 16 + 2 * batch * context // budget
+            _check(engine, batch, context + output)
         draw = random.Random(0)
         asks = [Ask([draw.randrange(FIRST_TOKEN, engine.info.vocab_size) for _ in range(context)], output) for _ in range(batch)]
         tell("warming up")
         ours.run([Ask(ask.prompt, 4) for ask in asks])
         tell("filling the cache")
         ours.queue(asks)
-        while engine.stats().waiting or _prefilling(engine):
+        engine.step()
+        while not prefill and (engine.stats().waiting or _prefilling(engine)):
             engine.step()
+        running = engine.stats().running
         tell("timing")
         walls = _timed(engine, steps)
         record |= {
             "benchmark": "step",
             "model": config.model,
+            "phase": "prefill" if prefill else "decode",
             "batch": batch,
             "context": context,
             "steps": steps,
             "settings": config.model_dump(exclude_defaults=True) | {"model": config.model},
             "step_us": round(statistics.median(walls) * 1e6, 1),
             "step_us_mean": round(statistics.fmean(walls) * 1e6, 1),
-            "tokens_per_s": round(batch / statistics.fmean(walls), 1),
+            "tokens_per_s": round((budget if prefill else batch) / statistics.fmean(walls), 1),
         }
         if profile:
             tell("profiling")
             record["profile"] = _profiled(engine, steps)
-        if engine.stats().running < batch:
+        if engine.stats().step_tokens < budget if prefill else engine.stats().running < running:
             raise OctavoError("sequences ended while steps were measured: the figures would mean nothing")
         engine.close()
     return record
@@ -125,26 +144,29 @@ def _profiled(engine: Engine, steps: int) -> dict[str, Any]:
     for event in ran:
         times[event.name] += event.time_range.elapsed_us()
         counts[event.name] += 1
-    span, busy = busy_time([(e.time_range.start, e.time_range.end) for e in ran])
+    span, busy, waiting = busy_time([(e.time_range.start, e.time_range.end) for e in ran])
     return {
         "span_us": round(span / steps, 1),
         "busy_us": round(busy / steps, 1),
         "idle_share": round(1 - busy / span, 4),
+        "waiting_share": round(waiting / span, 4),
         "kernels": round(len(ran) / steps, 1),
         "operations": _largest([(name, times[name], counts[name]) for name in times], steps),
     }
 
 
-def busy_time(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """(from the first start to the last end, time within it that some interval covers)."""
+def busy_time(intervals: Iterable[tuple[float, float]]) -> tuple[float, float, float]:
+    """(from the first start to the last end, time within it that some interval covers, time in gaps over GAP)."""
     ordered = sorted(intervals)
     first, reached = ordered[0][0], ordered[0][0]
-    busy = 0.0
+    busy = waiting = 0.0
     for start, end in ordered:
+        if start - reached > GAP:
+            waiting += start - reached
         if end > reached:
             busy += end - max(start, reached)
             reached = end
-    return reached - first, busy
+    return reached - first, busy, waiting
 
 
 def _largest(rows: Sequence[tuple[str, float, int]], steps: int) -> list[dict[str, Any]]:
@@ -155,14 +177,14 @@ def _largest(rows: Sequence[tuple[str, float, int]], steps: int) -> list[dict[st
 def table(record: dict[str, Any]) -> list[str]:
     """The record as lines for a terminal."""
     lines = [
-        f"{record['model']}: {record['batch']} sequences of about {record['context']} tokens",
+        f"{record['model']}, {record['phase']}: {record['batch']} sequences of about {record['context']} tokens",
         "",
         f"step       {record['step_us']:.0f} us (median; mean {record['step_us_mean']:.0f}), {record['tokens_per_s']:,.0f} tokens/s",
     ]
     if found := record.get("profile"):
         if "busy_us" in found:
             lines.append(
-                f"device     {found['busy_us']:.0f} us busy, idle {found['idle_share']:.1%} of the time, {found['kernels']:.0f} kernels a step"
+                f"device     {found['busy_us']:.0f} us busy, idle {found['idle_share']:.1%} of the time (waiting for the host {found['waiting_share']:.1%}), {found['kernels']:.0f} kernels a step"
             )
         lines += ["", f"{'us a step':>10}{'calls':>8}  operation"]
         lines += [f"{row['us']:>10.1f}{row['calls']:>8.1f}  {row['name'][:100]}" for row in found["operations"]]

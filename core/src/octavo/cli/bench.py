@@ -200,6 +200,8 @@ def _step(kinds: Any) -> None:
     parser.add_argument("--batch", type=_count, default=16, metavar="N", help="Sequences that decode together. [default: 16]")
     parser.add_argument("--context", type=_count, default=256, metavar="N", help="Tokens that each holds. [default: 256]")
     parser.add_argument("--steps", type=_count, default=20, metavar="N", help="Steps that are measured. [default: 20]")
+    parser.add_argument("--phase", choices=["decode", "prefill"], default="decode",
+                        help="Decoding sequences, or prompts being computed, as many as a step takes. [default: decode]")  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="Also run steps under torch's profiler.")
     _json_flag(parser)
     add_flags(parser, EngineConfig)
@@ -212,7 +214,13 @@ def _run_step(args: argparse.Namespace) -> int:
     config = read(EngineConfig, args)
     with Stages() as stages:
         record = step.measure(
-            config, batch=args.batch, context=args.context, steps=args.steps, profile=args.profile, tell=stages.tell
+            config,
+            batch=args.batch,
+            context=args.context,
+            steps=args.steps,
+            profile=args.profile,
+            prefill=args.phase == "prefill",
+            tell=stages.tell,
         )
     return _print_json(record) if args.json else _print_table(step.table(record), {})
 
