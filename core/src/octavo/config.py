@@ -61,7 +61,11 @@ class EngineConfig(_Config):
     enforce_eager: bool = _field(False, "No captured graphs.", group="device")
 
     block_size: int | Auto = _field("auto", "Tokens per KV block; `auto` asks the model and the backend.", group="cache")
-    kv_cache_dtype: str = _field("auto", "Precision of the KV cache; `auto` is the model's.", group="cache")
+    kv_cache_dtype: str = _field(
+        "auto",
+        "Precision of the KV cache: `fp8_e4m3`, `fp8_e5m2` or a torch dtype; `auto` is the checkpoint's, else the model's.",
+        group="cache",
+    )
     gpu_memory_utilization: float = _field(0.9, "Share of the device's memory to use.", group="cache", gt=0, le=1)
     kv_cache_memory_bytes: int | None = _field(None, "Size of the KV cache, instead of a share of memory.", group="cache", ge=1)
     memory_share: float | None = _field(
@@ -75,6 +79,15 @@ class EngineConfig(_Config):
         None, "Hard limit of KV blocks: what does not fit now is refused, not queued.", group="cache", ge=1
     )
     num_gpu_blocks_override: int | None = _field(None, "Number of KV blocks; requests queue as usual.", group="cache", ge=1)
+    swap_space: float = _field(
+        0.0, "GiB of host memory (pinned for a GPU) for preempted sequences and evicted prefixes, per GPU; 0 is none.",
+        group="cache", ge=0,
+    )  # fmt: skip
+    preemption_mode: Literal["auto", "swap", "recompute"] = _field(
+        "auto", "How a preempted sequence continues, with --swap-space: by cost, or always one way.", group="cache"
+    )
+    dynamic_memory: bool = _field(False, "Let the KV cache grow and shrink while it serves, by how full it is.", group="cache")
+    dynamic_memory_interval: float = _field(30.0, "Seconds between two looks at how full it is.", group="cache", gt=0)
     enable_prefix_caching: bool = _field(True, "Reuse the KV of shared prompt prefixes.", group="cache")
 
     max_num_seqs: int = _field(256, "Sequences in one step.", group="scheduler", ge=1)

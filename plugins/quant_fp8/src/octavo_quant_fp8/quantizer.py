@@ -1,0 +1,112 @@
+"""Fp8Quantizer: the Linears of a model whose weights are FP8, stored so or quantised while they load.
+
+Owns which matrices become one Linear and which product computes it on this device. Modules that the checkpoint left
+alone, and tied heads, are core's plain Linears.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+from octavo.interfaces import Activation, Linear, QuantizerParts
+from octavo.model.linear import PlainQuantizer, torch_device
+from torch import Tensor
+
+from octavo_quant_fp8.provider import Fp8Options, has_units
+from octavo_quant_fp8.reference import Product, ReferenceProduct, input_format
+from octavo_quant_fp8.scheme import Scheme, read_scheme
+from octavo_quant_fp8.weights import GatheredWeights
+
+log = logging.getLogger(__name__)
+
+
+class Fp8Linear:
+    """interfaces.Linear of FP8 weights: gathers them, then computes with what `make` gives for them."""
+
+    def __init__(self, weights: GatheredWeights, activation: str, make: Callable[[GatheredWeights], Product]) -> None:
+        self.activation, self.out_features = activation, weights.rows
+        self._weights: GatheredWeights | None = weights
+        self._make = make
+
+    def finish(self) -> None:
+        weights, self._weights = self._weights, None
+        if weights is None or weights.missing:
+            names = "it was finished before" if weights is None else ", ".join(sorted(weights.missing))
+            raise RuntimeError(f"a Linear is used before it is filled; missing: {names}")
+        self._product = self._make(weights)
+
+    def __call__(self, x: Tensor | Activation) -> Tensor:
+        """x [T, in_features], plain or of `activation` -> [T, out_features]."""
+        return self._product(x)
+
+
+class SideBySide:
+    """Several Linears over one input whose results are one: matrices that a checkpoint keeps in different formats."""
+
+    activation = "plain"
+
+    def __init__(self, linears: list[Linear]) -> None:
+        self._linears = linears
+        self.out_features = sum(linear.out_features for linear in linears)
+
+    def finish(self) -> None:
+        for linear in self._linears:
+            linear.finish()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self._linears], -1)
+
+
+class Fp8Quantizer:
+    """interfaces.Quantizer of FP8 weights."""
+
+    def __init__(self, options: Fp8Options, parts: QuantizerParts) -> None:
+        scheme = read_scheme("fp8" if not parts.config else str(parts.config.get("quant_method", "")), parts.config)
+        if options.activations == "none" or (parts.device.type == "cuda" and not has_units(parts.device)):
+            scheme = replace(scheme, activation="none")
+        self._scheme, self._parts = scheme, parts
+        self._device, self._dtype = torch_device(parts.device), getattr(torch, parts.dtype)
+        self._plain = PlainQuantizer(None, parts)
+        self.tied = self._plain.tied
+        log.info("FP8 linear layers: %s, weights by %s, inputs by %s", scheme.source, scheme.weight, scheme.activation)
+
+    def linear(
+        self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, head: bool = False
+    ) -> Linear:
+        """The parts side by side, quantised or not as the checkpoint has each. Weights that are quantised while they
+        load leave an output head as it is: it is a tenth of the bytes and most of the error."""
+        names = {f"{prefix}.{part}" if prefix else part: rows for part, rows in parts.items()}
+        kinds = {name: self._scheme.quantises(name) and (self._scheme.stored or not head) for name in names}
+        if not any(kinds.values()):
+            return self._plain.linear(prefix, in_features, parts, bias=bias, head=head)
+        if all(kinds.values()):
+            return self._quantised(names, in_features, bias=bias, head=head)
+        found: list[Linear] = []
+        for quantised, group in groupby(names, kinds.__getitem__):
+            some = {name: names[name] for name in group}
+            if quantised:
+                found.append(self._quantised(some, in_features, bias=bias, head=head))
+            else:
+                found.append(self._plain.linear("", in_features, some, bias=bias, head=head))
+        return SideBySide(found)
+
+    def _quantised(self, names: dict[str, int], in_features: int, *, bias: bool, head: bool) -> Fp8Linear:
+        weights = GatheredWeights(
+            names, in_features, self._scheme, bias=bias, weights=self._parts.weights, device=self._device, dtype=self._dtype
+        )
+        activation = "plain" if head else input_format(self._scheme)
+        return Fp8Linear(weights, activation, lambda w: self._product(w, head=head))
+
+    def _product(self, weights: GatheredWeights, *, head: bool) -> Product:
+        if self._device.type == "cuda":
+            from octavo_quant_fp8.products import cuda_product
+
+            return cuda_product(weights, self._dtype, head=head)
+        return ReferenceProduct(weights, self._dtype, head=head)
+
+
+__all__ = ["Fp8Linear", "Fp8Quantizer", "Scheme", "SideBySide"]
