@@ -18,12 +18,19 @@ from octavo.testing.paged import Shape
 
 SHAPES = ((128, 512, 64), (16, 512, 64), (40, 512, 64), (4, 32, 16), (3, 64, 32), (64, 256, 64))
 """(query heads, latent, rope)"""
+SIZES = (8, 16, 64, 128)
 LENGTHS = (1, 15, 63, 64, 65, 129, 300, 700, 17, 200, 40)
 WORK = [(i, n - 1, 1) for i, n in enumerate(LENGTHS[:8])] + [(8, 0, 17), (9, 130, 70), (10, 37, 3)]
 
 
 def latent(heads: int, dim: int, rope: int, dtype: str, block_size: int = 64) -> Shape:
     return Shape((heads, 1), dim + rope, dim, block_size, dtype, latent=True)
+
+
+def _cases() -> list[tuple[tuple[int, int, int], int]]:
+    """The common shape in every block size, every other in two of them."""
+    others = [(shape, SIZES[(i + turn) % len(SIZES)]) for i, shape in enumerate(SHAPES[1:]) for turn in (0, 2)]
+    return [(SHAPES[0], size) for size in SIZES] + others
 
 
 class LatentSuite:
@@ -41,8 +48,7 @@ class LatentSuite:
         answer = self.target.provider.accepts(self.target.needs(latent(128, 512, 64, dtype)), options)
         assert not isinstance(answer, Reject), answer
 
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    @pytest.mark.parametrize("size", [8, 16, 64, 128])
+    @pytest.mark.parametrize(("shape", "size"), _cases(), ids=str)
     def test_decode_and_chunks_share_a_step(self, shape: tuple[int, int, int], size: int, dtype: str) -> None:
         """Any head count, latent and block size, ragged, for one new token and for several."""
         scene = self.target.scene(latent(*shape, dtype, size), LENGTHS)

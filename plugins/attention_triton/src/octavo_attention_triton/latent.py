@@ -96,6 +96,7 @@ class TritonLatent:
         self.device = torch.device("cuda", parts.device.index) if on_cuda else torch.device(parts.device.type)
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.hopper = on_cuda and parts.device.capability[0] == 9
+        self.pdl = on_cuda and parts.device.capability >= (9, 0)
         self._layers: dict[int, Bound] = {}
         self._works: dict[tuple[int, int, Shape], WorkMap] = {}
         self._groups: list[BoundGroup] = []
@@ -223,7 +224,7 @@ class TritonLatent:
             merge_kernel[(bound.layer.num_heads, rows)](
                 bound.work.cuts, self._part, self._part_lse, out, log, self._nothing, 1.0, out.stride(0), out.stride(1), log.stride(0),
                 HEADS=bound.layer.num_heads, V_DIM=bound.layer.v_dim, BLOCK_V=_pow2(bound.layer.v_dim), CHUNK=16,
-                SINKS=False, LSE=lse is not None, PDL=False, num_warps=4,
+                SINKS=False, LSE=lse is not None, PDL=self.pdl, num_warps=4, **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip
         if prompts:
             self._launch(bound, step, q, out, lse, step.scratch["latent.prompts"][bound.shape.tokens], packed=True)
