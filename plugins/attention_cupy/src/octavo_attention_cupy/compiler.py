@@ -7,6 +7,7 @@ its kernels when it is bound.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import tempfile
@@ -15,8 +16,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-HEADERS = ("ptx.cuh", "layout.cuh", "work.cuh")
+from octavo_attention_cupy.launch import DecodeArgs, PlanArgs, PrefillArgs, WriteArgs
+
+HEADERS = ("decode_heads.cuh", "decode_walk.cuh", "integers.cuh", "layout.cuh", "ptx.cuh", "work.cuh")
 OPTIONS = ("--std=c++17",)
+ARGUMENTS: dict[str, type[ctypes.Structure]] = {"plan": PlanArgs, "write": WriteArgs, "decode": DecodeArgs, "prefill": PrefillArgs}
 
 
 class CompileError(RuntimeError):
@@ -38,6 +42,11 @@ def options(arch: str, macros: Mapping[str, int]) -> tuple[str, ...]:
     return (*OPTIONS, f"--gpu-architecture={arch}", *(f"-D{name}={int(value)}" for name, value in macros.items()))
 
 
+def with_arguments(name: str, macros: Mapping[str, int]) -> dict[str, int]:
+    """`macros`, and the size of the kernel's argument struct here, which the file compares with its own."""
+    return {**macros, "ARGS_BYTES": ctypes.sizeof(ARGUMENTS[name])}
+
+
 def compile_cubin(name: str, arch: str, macros: Mapping[str, int]) -> bytes:
     """Machine code of cuda/<name>.cu. Needs NVRTC, but no GPU. Raises CompileError with NVRTC's log."""
     from cupy.cuda import nvrtc
@@ -45,7 +54,7 @@ def compile_cubin(name: str, arch: str, macros: Mapping[str, int]) -> bytes:
     headers, names = tuple(source(h).encode() for h in HEADERS), tuple(h.encode() for h in HEADERS)
     program = nvrtc.createProgram(source(f"{name}.cu"), f"{name}.cu", headers, names)
     try:
-        nvrtc.compileProgram(program, options(arch, macros))
+        nvrtc.compileProgram(program, options(arch, with_arguments(name, macros)))
         cubin: bytes = nvrtc.getCUBIN(program)
         return cubin
     except nvrtc.NVRTCError as error:
@@ -58,7 +67,7 @@ def cached_cubin(name: str, arch: str, macros: Mapping[str, int], directory: Pat
     """`compile_cubin`, kept in `directory` under a hash of all that goes in. A file is written whole or not at all."""
     from cupy.cuda import nvrtc
 
-    text = "\0".join([source(f"{name}.cu"), *(source(h) for h in HEADERS), *options(arch, macros), str(nvrtc.getVersion())])
+    text = "\0".join([source(f"{name}.cu"), *(source(h) for h in HEADERS), *options(arch, with_arguments(name, macros)), str(nvrtc.getVersion())])
     path = directory / f"{name}-{arch}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
     try:
         return path.read_bytes()

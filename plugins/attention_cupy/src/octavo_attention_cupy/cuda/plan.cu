@@ -17,6 +17,8 @@ struct PlanArgs {
     int window;  // 0: none
 };
 
+static_assert(sizeof(PlanArgs) == ARGS_BYTES, "PlanArgs of launch.py is another one");
+
 constexpr int THREADS = 1024;
 
 // Inclusive sum over the block of a value a thread; `scratch` holds 32 values.

@@ -6,6 +6,7 @@
 //
 // Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM, SOFTCAP, WARPS.
 #include "layout.cuh"
+#include "ptx.cuh"
 #include "work.cuh"
 
 struct PrefillTile {
@@ -26,6 +27,8 @@ struct PrefillArgs {
     float softcap;              // the cap times log2(e)
     float v_scale;
 };
+
+static_assert(sizeof(PrefillArgs) == ARGS_BYTES, "PrefillArgs of launch.py is another one");
 
 constexpr int ROWS = WARPS * 16;
 constexpr int TOKENS = 64;

@@ -3,12 +3,11 @@
 // There are no standard headers under NVRTC, so 16-bit and 8-bit floats are bit patterns in unsigned registers here,
 // and every conversion is one instruction. BF16 says what T16 is (bfloat16 or float16).
 #pragma once
+#include "integers.cuh"
 
 typedef unsigned char u8;
 typedef unsigned short u16;
-typedef unsigned int u32;
 typedef unsigned long long u64;
-typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 #define HOPPER (__CUDA_ARCH__ >= 900)

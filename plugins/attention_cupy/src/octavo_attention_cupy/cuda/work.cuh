@@ -6,11 +6,7 @@
 // has as many parts, and what each part gave is added up by the last of them to arrive.
 #pragma once
 
-#ifdef __CUDACC__
-#define WORK_FUNCTION __host__ __device__ __forceinline__
-#else
-#define WORK_FUNCTION static inline
-#endif
+#include "integers.cuh"
 
 // One decoding row, as the plan kernel leaves it. `before`: units of the rows before it. [first, last): visible tokens.
 struct __attribute__((aligned(16))) RowWork {
@@ -23,16 +19,14 @@ struct __attribute__((aligned(16))) BlockWork {
     RowWork row;  // the row that the block's first unit lies in
 };
 
-WORK_FUNCTION int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // Tiles of a row whose visible tokens are [first, last); a row without tokens has one, so that its output is written.
-WORK_FUNCTION int row_tiles(int first, int last, int unit) {
+INTEGERS int row_tiles(int first, int last, int unit) {
     int tiles = ceil_div(last, unit) - first / unit;
     return tiles > 1 ? tiles : 1;
 }
 
 // Units a block: equal shares, and none below `least`.
-WORK_FUNCTION int block_share(int units, int blocks, int least) {
+INTEGERS int block_share(int units, int blocks, int least) {
     int share = ceil_div(units, blocks);
     return share > least ? share : least;
 }
@@ -47,7 +41,7 @@ struct Segment {
 };
 
 // The segment at unit `at` (which belongs to `row`), as far as it lies in a share that ends at `end`.
-WORK_FUNCTION struct Segment segment_at(int at, int end, int before, int tiles, int share) {
+INTEGERS struct Segment segment_at(int at, int end, int before, int tiles, int share) {
     struct Segment s;
     int local = at - before;
     s.head = local / tiles;
@@ -63,6 +57,6 @@ WORK_FUNCTION struct Segment segment_at(int at, int end, int before, int tiles, 
 
 // Places of partial results: two a block. A segment that began in an earlier block is the first of this one and has
 // place 0; one that begins here and goes on in the next is the last of this one and has place 1, unless it is also the first.
-WORK_FUNCTION int part_place(int part, int first_block, int starts_in_middle) {
+INTEGERS int part_place(int part, int first_block, int starts_in_middle) {
     return 2 * (first_block + part) + (part == 0 && starts_in_middle ? 1 : 0);
 }

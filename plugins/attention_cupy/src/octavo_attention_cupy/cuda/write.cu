@@ -4,6 +4,7 @@
 //
 // Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM.
 #include "layout.cuh"
+#include "ptx.cuh"
 
 struct WriteArgs {
     const u16* k;  // [tokens, kv_heads, K_DIM]
@@ -15,6 +16,8 @@ struct WriteArgs {
     float k_scale, v_scale;  // what FP8 values are divided by
     int wide;                // whether rows of k and v start at multiples of 16 bytes
 };
+
+static_assert(sizeof(WriteArgs) == ARGS_BYTES, "WriteArgs of launch.py is another one");
 
 constexpr int CHUNKS = KRows::CHUNKS + VRows::CHUNKS;
 
