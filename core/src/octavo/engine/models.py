@@ -48,6 +48,14 @@ def beside(base: EngineConfig, model: str, settings: Mapping[str, Any]) -> Engin
         raise ConfigError(complaints("model", EngineConfig, error)) from error
 
 
+def successor(old: EngineConfig, model: str, settings: Mapping[str, Any]) -> EngineConfig:
+    """The configuration of a model that takes a name over: whatever is not given is the old one's. Raises ConfigError."""
+    try:
+        return EngineConfig(**{**{name: getattr(old, name) for name in old.model_fields_set}, **settings, "model": model})
+    except ValidationError as error:
+        raise ConfigError(complaints("model", EngineConfig, error)) from error
+
+
 def _inherited(name: str) -> bool:
     extra = EngineConfig.model_fields[name].json_schema_extra
     group = extra.get("group") if isinstance(extra, dict) else None
@@ -266,13 +274,6 @@ class ModelTable:
         await asyncio.gather(*(m.llm.drain(timeout) for m in everyone if m.present and m.llm.alive))
 
     # ------------------------------------------------------------ memory
-
-    def ledger(self) -> dict[str, dict[str, int]]:
-        """By model and generation: bytes that the plan gives it, and bytes that its process holds."""
-        return {
-            f"{m.name}#{m.generation}": {"planned": m.planned_bytes(), "resident": m.resident_bytes()}
-            for m in [*self._models.values(), *self._leaving]
-        }
 
     def _with_reserve(self, config: EngineConfig) -> EngineConfig:
         """`config`, told to leave alone what other engines were promised but do not hold yet: an untouched

@@ -18,16 +18,16 @@ router = APIRouter(prefix="/admin", tags=["admin"])
 
 
 @router.get("/plugins")
-async def plugins(state: State) -> dict[str, Any]:
-    """Every provider with its state, and every decision of the engine's build with its reasons."""
-    llm = state.llm
+async def plugins(state: State, model: str | None = None) -> dict[str, Any]:
+    """Every provider with its state, and every decision of the build of `model` (the default's) with its reasons."""
+    llm = state.engine(model)
     return {"providers": llm.inventory, "decisions": llm.explain}
 
 
 @router.get("/status")
-async def status(state: State) -> dict[str, Any]:
-    """The engine's state: what it serves, its limits, its load, how long it has been up."""
-    llm = state.llm
+async def status(state: State, model: str | None = None) -> dict[str, Any]:
+    """The state of one engine (the default's) and of the server: limits, load, how long it has been up."""
+    llm = state.engine(model)
     return {
         "version": octavo.__version__,
         "models": state.names,

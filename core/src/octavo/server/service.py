@@ -5,6 +5,7 @@ Owns which model a request gets and the account that is kept of it. Holds no req
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -42,6 +43,7 @@ class Service:
         self.tracing = Tracing(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
         self._names = list(names)
         self._loaded = False
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._counts: dict[str, Counts] = {}
         self._metrics = Metrics(self._views, vllm_names=config.vllm_metrics, gpus=self.gpus)
         self.models.on_engine(self._on_engine)
@@ -144,6 +146,16 @@ class Service:
             requests=model.requests,
             resident=model.resident_bytes(),
         )
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold on to work that nobody may be waiting for any more: the loop itself only knows it weakly."""
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: whoever waited has it, and who did not was told in the log
 
     # ------------------------------------------------------------ requests
 
