@@ -385,6 +385,23 @@ class AttentionBackend(Protocol):
         """Copy whole blocks (int64 ids) in every layer of a group, before the step's writes."""
 
 
+class SparseBackend(Protocol):
+    """What an AttentionBackend may also offer: latent layers that attend to chosen keys, and index layers that choose
+    them. An index layer has a latent cache of its own, of KVSpec.v_dim = k_dim, and is never run; a backend without these
+    methods rejects models that have one."""
+
+    def choose(self, layer: int, step: Step, q: Tensor, weights: Tensor, count: int) -> Tensor:
+        """For every token, the positions of the `count` keys, among those up to its own, with the highest sum over heads
+        of weights[t, h] * relu(scale * q[t, h] . k): int32 [T, count], -1 where it sees fewer. q [T, heads, k_dim],
+        weights float32 [T, heads]; scores are float32. Keys must have been written."""
+
+    def run(
+        self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None, select: Tensor | None = None
+    ) -> Tensor:
+        """As AttentionBackend.run; select int32 [T, count] holds the positions that each token attends to, none past its
+        own, -1 where there are fewer."""
+
+
 # ---------------------------------------------------------------- weights, operators, models
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from octavo.errors import PluginError
 from octavo.interfaces import AttentionBackend, AttentionLayer, Step
 
 
@@ -17,6 +18,23 @@ class PagedAttention:
     def __init__(self, layer: AttentionLayer, backend: AttentionBackend) -> None:
         self._index, self._heads, self._v_dim = layer.index, layer.num_heads, layer.v_dim
         self._write, self._run = backend.write, backend.run
+        self._choose = getattr(backend, "choose", None)
+
+    def choose(self, step: Step, q: Tensor, weights: Tensor, k: Tensor, count: int) -> Tensor | None:
+        """Of an index layer: store k [T, 1, k_dim], then each token's `count` best keys for q [T, heads, k_dim] and weights
+        float32 [T, heads], as `SparseBackend.choose` says: int32 [T, count]. None where no row has more keys than that:
+        every token sees all of its own."""
+        if self._choose is None:
+            raise PluginError(f"layer {self._index} chooses keys by an index, which the attention backend does not offer")
+        self._write(self._index, step, k, k)
+        return None if step.host.max_seq_len <= count else self._choose(self._index, step, q, weights, count)
+
+    def over(self, step: Step, q: Tensor, k: Tensor, v: Tensor, select: Tensor | None) -> Tensor:
+        """As a call, over the keys at positions select int32 [T, count] alone (-1: none); None is all."""
+        if select is None:
+            return self(step, q, k, v)
+        self._write(self._index, step, k, v)
+        return self._run(self._index, step, q, q.new_empty(q.shape[0], self._heads, self._v_dim), select=select)
 
     def __call__(self, step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] at the step's slots, then attend with

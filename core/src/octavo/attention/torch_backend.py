@@ -13,14 +13,16 @@ transformers' eager attention does, except that float16 is computed in float32 t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.attention import sparse
 from octavo.attention.flash import causal_attention
 from octavo.attention.plan import ROW_BLOCK, GroupPlan, GroupPlanner, LongTile, ShortTile
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVGroup, KVSpec, Limits, Step
@@ -107,8 +109,25 @@ class TorchAttention:
             k, v = F.pad(k, (0, width - k.shape[-1])), F.pad(v, (0, width - v.shape[-1]))
         bound.entries.index_copy_(0, plan.writes, torch.cat((k, v), 1).view(-1, width))
 
-    def run(self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None) -> Tensor:
+    def choose(self, layer: int, step: Step, q: Tensor, weights: Tensor, count: int) -> Tensor:
+        bound, _ = self._at(layer, step)
+        chosen = []
+        for row, tokens, end in self._rows(step):
+            keys, _ = self.gather(layer, row, end)
+            new = tokens.stop - tokens.start
+            chosen.append(sparse.choose(q[tokens], weights[tokens], keys[:, 0], end - new, count, bound.facts.scale))
+        return torch.cat(chosen)
+
+    def run(
+        self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None, select: Tensor | None = None
+    ) -> Tensor:
         bound, plan = self._at(layer, step)
+        if select is not None:
+            for row, tokens, _ in self._rows(step):
+                read = partial(self._entries_at, bound, self._tables[bound.group.index][row])
+                sums = None if lse is None else lse[tokens]
+                sparse.attend(q[tokens], select[tokens], read, out[tokens], bound.facts.scale, sums)
+            return out
         plain = self._fuses and lse is None and bound.sinks is None and not bound.facts.softcap
         for tile in plan.short:
             if plain and tile.query_len == 1 and tile.size * bound.facts.num_kv_heads <= FEW_TASKS:
@@ -123,6 +142,21 @@ class TorchAttention:
             else:
                 self._long(bound, row, q, out, lse)
         return out
+
+    @staticmethod
+    def _rows(step: Step) -> Iterator[tuple[int, slice, int]]:
+        """Of each row: its line of the state table, its tokens in the step, and its length after the step."""
+        start = 0
+        for row, new, end in zip(step.host.rows.tolist(), step.host.query_lens.tolist(), step.host.seq_lens.tolist(), strict=True):
+            yield row, slice(start, start + new), end
+            start += new
+
+    def _entries_at(self, bound: _Layer, table: Tensor, positions: Tensor) -> Tensor:
+        """Latent entries [..., k_dim] of positions int64 [...] of the row with this block table."""
+        flat = positions.reshape(-1)
+        blocks = table.index_select(0, flat // bound.group.block_size)
+        entries = self._planners[bound.plan].entries(blocks.unsqueeze(0), flat.unsqueeze(0))
+        return self._read(bound, entries, tuple(positions.shape))[0]
 
     def gather(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
         if not self._tables:
