@@ -385,6 +385,17 @@ class AttentionBackend(Protocol):
         """Copy whole blocks (int64 ids) in every layer of a group, before the step's writes."""
 
 
+class FusedPrologue(Protocol):
+    """What an AttentionBackend may also offer, since the layout that keys are stored in is its own."""
+
+    def prologue(
+        self, layer: int, step: Step, qkv: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """In one kernel what the operator "qk_norm_rope" and `write` do in two: qkv [T, heads + 2 kv_heads, D],
+        dense, holds q, k and v heads; weight [heads + kv_heads, D] normalises q and k heads (None: it does not); cos and sin
+        are the operator's. Stores K and V at the step's slots; returns q [T, heads, D], which may be a view of qkv."""
+
+
 class SparseBackend(Protocol):
     """What an AttentionBackend may also offer: latent layers that attend to chosen keys, and index layers that choose
     them. An index layer has a latent cache of its own, of KVSpec.v_dim = k_dim, and is never run; a backend without these
@@ -590,10 +601,21 @@ class OperatorParts:
     dtype: str
 
 
+class Attention(Protocol):
+    """A model's attention layer, bound to a backend (octavo.attention.layer.PagedAttention)."""
+
+    def __call__(self, step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim], attend with q [T, heads, k_dim]: [T, heads, v_dim]."""
+
+    def turned(self, step: Step, qkv: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """The same of a packed qkv [T, heads + 2 kv_heads, D] that is still to be normalised and turned, as the
+        operator "qk_norm_rope" does it; may overwrite qkv."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """What a model is built from. `attention` registers a layer and returns the callable
-    (step, q, k, v) -> out that writes the cache and attends; `op` resolves a fused operator."""
+    """What a model is built from. `attention` registers a layer and returns what writes its cache and attends;
+    `op` resolves a fused operator."""
 
     device: Device
     dtype: str
@@ -601,7 +623,7 @@ class ModelParts:
     weights: Weights
     linear: Callable[..., Linear]
     tied: Callable[..., Linear]
-    attention: Callable[[AttentionLayer], Callable[[Step, Tensor, Tensor, Tensor], Tensor]]
+    attention: Callable[[AttentionLayer], Attention]
     op: Callable[..., Callable[..., Any]]
     experts: Callable[[str, ExpertsSpec], Experts]
 
@@ -672,6 +694,16 @@ class Executor(Protocol):
     def submit(self, batch: Batch) -> Handle:
         """Submit in order; results come in the same order."""
 
+    def resize(
+        self,
+        num_blocks: int,
+        tables: Sequence[TableUpdate],
+        copies: Sequence[tuple[int, np.ndarray, np.ndarray]],
+    ) -> None:
+        """Change the pool's size, between steps: after the copies and table changes (as in a Batch) and, where it
+        shrinks, after all that was submitted. MemoryError, with nothing changed, where memory for a growth
+        is missing. Called only where the configuration asks for a pool that changes its size."""
+
     def close(self) -> None: ...
 
 
@@ -679,3 +711,10 @@ class Runner(Protocol):
     """One device's part of an executor: state table, buffers, model, sampler."""
 
     def submit(self, batch: Batch) -> Handle: ...
+
+    def resize(
+        self,
+        num_blocks: int,
+        tables: Sequence[TableUpdate],
+        copies: Sequence[tuple[int, np.ndarray, np.ndarray]],
+    ) -> None: ...

@@ -261,7 +261,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Gauges and running totals of the engine, sent with every step's events.
 
     Counters only grow. kv_usage is used / all blocks in [0, 1]; cached but unreferenced blocks
-    count as free. step_seconds is the last step's wall time.
+    count as free. step_seconds is the last step's wall time. swapped_out, swapped_in: sequences that went
+    to host memory, and that continued from there. kv_alert: the cache is nearly full (see
+    engine.memory); kv_alerts counts how often it became so. pool_growths and pool_shrinks count changes
+    of the pool's size, kv_utilization is the share of the device's memory that it was last sized by.
     """
 
     running: int = 0
@@ -276,6 +279,16 @@ class EngineStats(msgspec.Struct, array_like=True):
     steps: int = 0
     step_tokens: int = 0
     step_seconds: float = 0.0
+    total_blocks: int = 0
+    cached_blocks: int = 0
+    pinned_blocks: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    kv_alert: bool = False
+    kv_alerts: int = 0
+    pool_growths: int = 0
+    pool_shrinks: int = 0
+    kv_utilization: float = 0.0
 
 
 class Events(msgspec.Struct, array_like=True):

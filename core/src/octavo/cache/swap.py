@@ -46,8 +46,8 @@ class SwapSpace:
     """Copies of a pool in host memory: the memory is [slots, tensors, words], touched only when written."""
 
     def __init__(self, pool: Pool, slots: int) -> None:
+        self.pool, self.slots = pool, slots
         self._pages = pool.words()
-        self.slots = slots
         self._host = self._allocate(slots)
 
     @property

@@ -15,22 +15,28 @@ import torch
 
 from octavo.attention.layer import PagedAttention
 from octavo.cache.pool import Pool
+from octavo.cache.swap import make_swap_space
 from octavo.catalog import Catalog
 from octavo.config import EngineConfig
 from octavo.decision import OperatorSet
 from octavo.engine.engine import Engine
 from octavo.engine.executor import ExecutorParts
 from octavo.engine.hugepages import collapse_into_huge_pages
+from octavo.engine.memory import MemoryWatch, PoolGovernor
 from octavo.engine.plan import Plan, plan_engine
 from octavo.engine.runner import ModelRunner
+from octavo.engine.swapping import SwapCost, measure
+from octavo.engine.swapping import policy as swap_policy
 from octavo.engine.threads import ThreadGovernor
-from octavo.errors import PluginError
+from octavo.errors import ConfigError, PluginError
 from octavo.interfaces import (
+    Allocator,
     AllocatorParts,
     AttentionBackend,
     AttentionLayer,
     AttentionParts,
     BoundGroup,
+    Executor,
     Experts,
     ExpertsSpec,
     Model,
@@ -68,7 +74,8 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     if device.type == "cpu":
         collapse_into_huge_pages()  # before the pool: untouched blocks must stay unbacked
     tell("memory")
-    pool = Pool(plan.groups, plan.layouts, plan.num_blocks, device)
+    most = None if plan.elastic is None else plan.elastic.most
+    pool = Pool(plan.groups, plan.layouts, plan.num_blocks, device, max_blocks=most)
     bound = [
         BoundGroup(group, layout, tuple(layers[i] for i in group.layers), pool.caches(group))
         for group, layout in zip(plan.groups, plan.layouts, strict=True)
@@ -89,6 +96,8 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
             max_model_len=plan.limits.max_model_len,
             prefix_caching=plan.config.enable_prefix_caching,
             max_step_tokens=plan.limits.max_num_batched_tokens,
+            host_slots=plan.host_slots,
+            max_blocks=0 if most is None else most,
         )
     )
     stream = random.Random(plan.config.seed)
@@ -103,6 +112,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
             clock=time.monotonic,
             seeds=lambda: stream.getrandbits(63),
             salt=lambda bound: variants(plan.facts.ropes, bound),
+            swap_pays=swap_policy(plan.config.preemption_mode, _swap_cost(plan, device)),
         )
     )
     executor = plan.executor.create(
@@ -111,7 +121,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
             asynchronous=device.type == "cuda",
         )
     )
-    engine = Engine(_info(plan), scheduler, allocator, executor, plan.explain())
+    engine = Engine(_info(plan), scheduler, allocator, executor, plan.explain(), _watch(plan, allocator, executor))
     plan.catalog.ready(engine)
     _announce(plan, time.perf_counter() - began)
     return engine
@@ -121,11 +131,37 @@ def _runner(
     plan: Plan, model: Model, backend: AttentionBackend, device: torch.device, sampler: Sampler, pool: Pool
 ) -> ModelRunner:
     runner = ModelRunner(
-        model, backend, plan.groups, plan.limits, device, sampler, pool.scratch, before_step=_between_steps(plan)
+        model,
+        backend,
+        plan.groups,
+        plan.limits,
+        device,
+        sampler,
+        pool.scratch,
+        before_step=_between_steps(plan),
+        swap=make_swap_space(pool, plan.host_slots) if plan.host_slots or plan.elastic else None,
     )
     if device.type == "cuda" and backend.graphs != "none" and not plan.config.enforce_eager:
         runner.use_graphs()
     return runner
+
+
+def _swap_cost(plan: Plan, device: torch.device) -> SwapCost | None:
+    """The costs by which preempted sequences are swapped or recomputed, where both are possible."""
+    if not plan.host_slots or plan.config.preemption_mode != "auto":
+        return None
+    cost = measure(device, plan.dtype, plan.sizing.block_bytes, plan.sizing.weight_bytes, plan.facts.layers)
+    log.info("swap or recompute: %s", cost)
+    return cost
+
+
+def _watch(plan: Plan, allocator: Allocator, executor: Executor) -> MemoryWatch:
+    if plan.elastic is None:
+        return MemoryWatch(allocator)
+    if not hasattr(executor, "resize"):
+        raise ConfigError(f"--dynamic-memory: executor {plan.executor.name!r} cannot change the size of its pool")
+    interval = plan.config.dynamic_memory_interval
+    return MemoryWatch(allocator, PoolGovernor(allocator, executor, plan.elastic, time.monotonic, interval))
 
 
 def _between_steps(plan: Plan) -> Callable[[], None]:
@@ -158,7 +194,7 @@ def _model(
 
     def attention(layer: AttentionLayer) -> PagedAttention:
         layers[layer.index] = layer
-        return PagedAttention(layer, backend)
+        return PagedAttention(layer, backend, operators("qk_norm_rope"))
 
     adapter = plan.model.create(None)
     model = adapter.build(

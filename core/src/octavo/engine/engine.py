@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import Any
 
+from octavo.engine.memory import MemoryWatch
 from octavo.errors import EngineDead
 from octavo.interfaces import Allocator, Executor, Handle, Scheduler
 from octavo.request import Batch, EngineStats, Event, Events, ModelInfo, Request
@@ -23,14 +24,22 @@ requests, a broken device must not burn through the whole queue."""
 
 
 class Engine:
-    """explain is the plan's own account of every choice (octavo.engine.plan)."""
+    """explain is the plan's own account of every choice (octavo.engine.plan). watch is asked before each step
+    how the cache is (None: one that raises the alert and leaves the pool's size alone)."""
 
     def __init__(
-        self, info: ModelInfo, scheduler: Scheduler, allocator: Allocator, executor: Executor, explain: dict[str, Any]
+        self,
+        info: ModelInfo,
+        scheduler: Scheduler,
+        allocator: Allocator,
+        executor: Executor,
+        explain: dict[str, Any],
+        watch: MemoryWatch | None = None,
     ) -> None:
         self.info, self.explain = info, explain
         self.allocator = allocator
         self._scheduler, self._executor = scheduler, executor
+        self._watch = watch or MemoryWatch(allocator)
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
         self._failures = 0
         self._step_seconds = 0.0
@@ -47,6 +56,7 @@ class Engine:
         """One turn of the loop. Blocks for the oldest result only when the device is far enough ahead
         or nothing else can be scheduled. Raises EngineDead when steps keep failing."""
         began = time.perf_counter()
+        self._watch.tick()
         batch = self._scheduler.schedule()
         events = self._scheduler.events()
         if batch is not None:
@@ -64,6 +74,7 @@ class Engine:
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats()
         stats.step_seconds = self._step_seconds
+        self._watch.report(stats)
         return stats
 
     def close(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from octavo.catalog import Options
 from octavo.interfaces import Handle, Runner
-from octavo.request import Batch
+from octavo.request import Batch, TableUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,11 @@ class InlineExecutor:
 
     def submit(self, batch: Batch) -> Handle:
         return self._runner.submit(batch)
+
+    def resize(
+        self, num_blocks: int, tables: Sequence[TableUpdate], copies: Sequence[tuple[int, np.ndarray, np.ndarray]]
+    ) -> None:
+        self._runner.resize(num_blocks, tables, copies)
 
     def close(self) -> None:
         pass

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.interfaces import KVGroup, Limits, Step, StepHost
-from octavo.request import Batch
+from octavo.request import Batch, TableUpdate
 
 
 class StateTable:
@@ -40,7 +40,11 @@ class StateTable:
         for admission in batch.admissions:
             self.tokens[admission.slot, : len(admission.tokens)] = self.send(admission.tokens)
             self.bound[admission.slot] = admission.rope_tokens
-        for update in batch.tables:
+        self.update(batch.tables)
+
+    def update(self, tables: Sequence[TableUpdate]) -> None:
+        """Take in changes of the block tables alone."""
+        for update in tables:
             rows, cols, blocks = self.send(np.stack([update.rows, update.cols, update.blocks]))
             self.tables[update.group][rows.long(), cols.long()] = blocks
 

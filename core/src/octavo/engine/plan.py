@@ -15,8 +15,17 @@ from octavo.cache.pool import kv_tokens, plan_groups
 from octavo.catalog import Catalog, Device, Kind, Needs
 from octavo.config import EngineConfig
 from octavo.decision import Decision, OperatorDecision
-from octavo.engine.device import BF16_UNITS, Threads, choose_device, spare_threads
-from octavo.engine.sizing import Sizing, estimate_weight_bytes, size_pool, workspace_bytes
+from octavo.engine.device import BF16_UNITS, Threads, choose_device, cpu_memory, spare_threads
+from octavo.engine.sizing import (
+    LEAST_UTILIZATION,
+    PoolRange,
+    Sizing,
+    estimate_weight_bytes,
+    host_slots,
+    pool_range,
+    size_pool,
+    workspace_bytes,
+)
 from octavo.errors import ConfigError, LoadError
 from octavo.interfaces import AttentionParts, CacheLayout, KVGroup, Limits, ModelFacts
 
@@ -50,7 +59,8 @@ class Plan:
     """Every decision of one engine. `why` gives the reason of each plain value by its name.
 
     dtype is the model's, kv_dtype the cache's (torch names). groups are the KV groups at block_size,
-    laid out by the chosen attention backend. threads is None on a GPU.
+    laid out by the chosen attention backend. threads is None on a GPU. elastic: how the pool's size moves, None
+    if it stays; host_slots: blocks that the swap space holds.
     """
 
     config: EngineConfig
@@ -73,6 +83,8 @@ class Plan:
     scheduler: Decision
     executor: Decision
     operators: OperatorDecision
+    elastic: PoolRange | None = None
+    host_slots: int = 0
     why: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -151,6 +163,14 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     workspace = workspace_bytes(facts, source.config, limits, device, item)
     sizing = size_pool(config, device, groups, limits, weight_bytes=weights, workspace=workspace)
     why["num_blocks"] = sizing.reason
+    elastic = pool_range(config, device, sizing)
+    if elastic is not None:
+        why["dynamic_memory"] = (
+            f"between {elastic.blocks(LEAST_UTILIZATION)} and {elastic.most} blocks, looked at every {config.dynamic_memory_interval:g} s"
+        )
+    slots = host_slots(config, sizing.block_bytes, cpu_memory()[1])
+    if slots:
+        why["swap_space"] = f"{slots} blocks in host memory; a preempted sequence is swapped: {config.preemption_mode}"
 
     return Plan(
         config=config,
@@ -166,6 +186,8 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         groups=groups,
         layouts=tuple(backend.layout(group.spec, group.block_size) for group in groups),
         sizing=sizing,
+        elastic=elastic,
+        host_slots=slots,
         model=model,
         quantizer=quantizer,
         attention=attention,

@@ -6,20 +6,25 @@ a step touches tensors. `submit` never waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.cache.swap import SwapSpace
 from octavo.engine.graphs import DecodeGraphs
 from octavo.engine.inputs import StateTable
 from octavo.interfaces import AttentionBackend, KVGroup, Limits, Model
-from octavo.request import Batch, Result, SamplingParams, TokenLogprobs
+from octavo.request import Batch, Result, SamplingParams, TableUpdate, TokenLogprobs
 from octavo.sampling.sampler import Sampled, Sampler, prompt_logprobs
 
 LOGITS_AT_ONCE = 256
 """Prompt positions whose logits are held at a time while prompt logprobs are computed."""
+
+
+Copies = tuple[int, np.ndarray, np.ndarray]
+"""An entry of Batch.copies."""
 
 
 class StepHandle:
@@ -39,7 +44,8 @@ class StepHandle:
 
 class ModelRunner:
     """interfaces.Runner. groups, limits, device and the pool's scratch page fix every buffer; nothing grows later.
-    before_step is called between steps (on a CPU: the thread governor)."""
+    before_step is called between steps (on a CPU: the thread governor). swap does the copies that are not the
+    attention backend's: to and from host memory, and within the pool when it changes its size."""
 
     def __init__(
         self,
@@ -51,6 +57,7 @@ class ModelRunner:
         sampler: Sampler,
         scratch_page: int,
         before_step: Callable[[], None] = lambda: None,
+        swap: SwapSpace | None = None,
     ) -> None:
         self._model, self._attention, self._sampler = model, attention, sampler
         self._limits, self._device = limits, device
@@ -58,6 +65,7 @@ class ModelRunner:
         self._prompts: dict[int, tuple[SamplingParams, np.ndarray]] = {}  # slots that want prompt logprobs
         self._graphs: DecodeGraphs | None = None
         self._before_step = before_step
+        self._swap = swap
 
     def use_graphs(self, *, capture: bool = True) -> None:
         """Run pure decode steps padded to buckets, from captured graphs (or, for tests, the same eagerly)."""
@@ -68,8 +76,7 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:
         self._before_step()
-        for group, source, target in batch.copies:
-            self._attention.copy_blocks(group, self._ids(source), self._ids(target))
+        self._copy(batch.copies)
         self._admit(batch)
         self._state.apply(batch)
         rows = np.flatnonzero(batch.sample)
@@ -88,6 +95,32 @@ class ModelRunner:
         at = self._ids(np.stack([slots, positions]))
         self._state.tokens[at[0], at[1]] = sampled.tokens
         return self._handle(batch, rows, sampled, prompts)
+
+    @torch.inference_mode()
+    def resize(self, num_blocks: int, tables: Sequence[TableUpdate], copies: Sequence[Copies]) -> None:
+        """Change the pool's size after these copies and table changes. A tail is given back only when the device
+        has done all that was submitted. MemoryError, with nothing changed, where it has none for a growth."""
+        if self._swap is None:
+            raise RuntimeError("this runner was built for a pool that keeps its size")
+        pool = self._swap.pool
+        if num_blocks > pool.num_blocks:
+            pool.resize(num_blocks)
+        self._copy(copies)
+        self._state.update(tables)
+        if num_blocks < pool.num_blocks:
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            pool.resize(num_blocks)
+
+    def _copy(self, copies: Sequence[Copies]) -> None:
+        """Whole entry after whole entry: a block may be read by one and overwritten by the next."""
+        for kind, source, target in copies:
+            if kind >= 0:
+                self._attention.copy_blocks(kind, self._ids(source), self._ids(target))
+            elif self._swap is None:
+                raise RuntimeError("a step copies to or from host memory, and this runner was built without a swap space")
+            else:
+                self._swap.copy(kind, source, target)
 
     def _eager(self, batch: Batch) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Logits of the sampled rows, and prompt logprobs of those that want them."""

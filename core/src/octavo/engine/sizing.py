@@ -28,6 +28,31 @@ CUDA_FIXED_BYTES = 512 << 20
 when free memory is measured."""
 
 
+LEAST_UTILIZATION, MOST_UTILIZATION = 0.85, 0.95
+"""Bounds of the utilisation by which a pool that changes its size is sized."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRange:
+    """Sizes of a pool that changes its size. start: the utilisation at which it is built, with start_blocks;
+    per_unit: blocks that utilisation 1.0 has more than 0.0. least: blocks that it keeps whatever the rule
+    says, pins not counted: what one request of the full context holds."""
+
+    start: float
+    start_blocks: int
+    per_unit: float
+    least: int
+
+    def blocks(self, utilization: float) -> int:
+        """The pool's size at this utilisation."""
+        return max(self.least, self.start_blocks + int((utilization - self.start) * self.per_unit))
+
+    @property
+    def most(self) -> int:
+        """Blocks of the address range."""
+        return self.blocks(max(MOST_UTILIZATION, self.start))
+
+
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """The pool's size. block_bytes: one block id, in every tensor of the pool. blocks_per_context: what one
@@ -130,6 +155,45 @@ def size_pool(
             + (f"--max-model-len {longest} would fit" if longest else NOTHING_FITS)
         )
     return Sizing(count, each, context, weight_bytes, workspace, config.num_gpu_blocks is not None, reason)
+
+
+def pool_range(config: EngineConfig, device: Device, sizing: Sizing) -> PoolRange | None:
+    """How the pool's size follows the utilisation, None if it stays. On a GPU a utilisation is a share of the
+    device's memory; elsewhere, and where blocks were counted, the pool is scaled in proportion.
+
+    ConfigError with a size that is meant to be hard, or one that is less than a full context.
+    """
+    if not config.dynamic_memory:
+        return None
+    if config.num_gpu_blocks is not None or config.kv_cache_memory_bytes is not None:
+        fixed = "--num-gpu-blocks" if config.num_gpu_blocks is not None else "--kv-cache-memory-bytes"
+        raise ConfigError(f"{fixed} fixes the KV cache, and --dynamic-memory moves its size: give one of them")
+    if sizing.num_blocks < sizing.blocks_per_context:
+        raise ConfigError(
+            f"--dynamic-memory: the KV cache of {sizing.num_blocks} blocks does not hold one context ({sizing.blocks_per_context} "
+            "blocks), below which it would never shrink: lower --max-model-len or give it more"
+        )
+    start = config.gpu_memory_utilization
+    if device.type == "cuda" and config.num_gpu_blocks_override is None:
+        per_unit = device.memory / sizing.block_bytes
+    else:
+        per_unit = sizing.num_blocks / start
+    return PoolRange(start, sizing.num_blocks, per_unit, sizing.blocks_per_context)
+
+
+def host_slots(config: EngineConfig, block_bytes: int, free: int) -> int:
+    """Blocks that --swap-space holds. free: bytes of host memory that nobody holds. ConfigError if it holds
+    none, or if the host does not have it."""
+    wanted = int(config.swap_space * 2**30)
+    if not wanted:
+        return 0
+    if wanted < block_bytes:
+        raise ConfigError(
+            f"--swap-space {config.swap_space:g} GiB is {size_text(wanted)}, less than one KV block of {size_text(block_bytes)}"
+        )
+    if wanted > free:
+        raise ConfigError(f"--swap-space {config.swap_space:g} GiB: the host has {size_text(free)} of memory free for it")
+    return wanted // block_bytes
 
 
 def _advice(given: Sequence[str], fits: int, room: int, groups: Sequence[KVGroup], limits: Limits, share: float) -> str:
