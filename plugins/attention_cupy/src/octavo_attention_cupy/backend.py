@@ -62,6 +62,7 @@ class CupyAttention:
     """`octavo.interfaces.AttentionBackend` on CUDA C++. graphs "decode": a step of one token a row may be captured."""
 
     graphs: Literal["none", "decode", "all"] = "decode"
+    overlap = False
 
     def __init__(self, options: CupyOptions, parts: AttentionParts) -> None:
         self.options, self.dtype_name = options, parts.dtype
@@ -73,6 +74,8 @@ class CupyAttention:
         self._works: dict[tuple[Any, ...], WorkMap] = {}
         self._groups: list[BoundGroup] = []
         self._tables: tuple[torch.Tensor, ...] = ()
+        # Whether a kernel since `plan` has waited for it: until then no kernel may start before it ends.
+        self._settled = False
 
     # ------------------------------------------------------------ build
 
@@ -257,6 +260,7 @@ class CupyAttention:
 
     def plan(self, step: Step) -> None:
         """Device work once a step: one work map for each kind of layer. Depends on the step's tensors only."""
+        self._settled = False
         for work in self._works.values():
             args = work.args
             args.query_start, args.seq_lens = step.query_start.data_ptr(), step.seq_lens.data_ptr()
@@ -283,7 +287,9 @@ class CupyAttention:
         prefills = step.host.max_query_len > 1
         if not prefills or step.scratch["cupy.decodes"]:
             self._fill(bound.decode_args, bound, step, q, out, lse)
-            bound.decode((bound.blocks, 1), bound.decode_args, self.device)
+            # The kernel reads the work map before it waits for its predecessor, so the first one after `plan` starts when that ended.
+            bound.decode((bound.blocks, 1), bound.decode_args, self.device, early=self._settled and self.overlap)
+            self._settled = True
         if prefills:
             tiles = step.scratch["cupy.tiles"][bound.prefill_tokens, bound.layer.window]
             self._fill(bound.prefill_args, bound, step, q, out, lse)

@@ -20,7 +20,12 @@ from octavo_attention_cupy.launch import DecodeArgs, PlanArgs, PrefillArgs, Writ
 
 HEADERS = ("decode_heads.cuh", "decode_walk.cuh", "integers.cuh", "layout.cuh", "ptx.cuh", "work.cuh")
 OPTIONS = ("--std=c++17",)
-ARGUMENTS: dict[str, type[ctypes.Structure]] = {"plan": PlanArgs, "write": WriteArgs, "decode": DecodeArgs, "prefill": PrefillArgs}
+ARGUMENTS: dict[str, type[ctypes.Structure]] = {
+    "plan": PlanArgs,
+    "write": WriteArgs,
+    "decode": DecodeArgs,
+    "prefill": PrefillArgs,
+}
 
 
 class CompileError(RuntimeError):
@@ -67,7 +72,14 @@ def cached_cubin(name: str, arch: str, macros: Mapping[str, int], directory: Pat
     """`compile_cubin`, kept in `directory` under a hash of all that goes in. A file is written whole or not at all."""
     from cupy.cuda import nvrtc
 
-    text = "\0".join([source(f"{name}.cu"), *(source(h) for h in HEADERS), *options(arch, with_arguments(name, macros)), str(nvrtc.getVersion())])
+    text = "\0".join(
+        [
+            source(f"{name}.cu"),
+            *(source(h) for h in HEADERS),
+            *options(arch, with_arguments(name, macros)),
+            str(nvrtc.getVersion()),
+        ]
+    )
     path = directory / f"{name}-{arch}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
     try:
         return path.read_bytes()

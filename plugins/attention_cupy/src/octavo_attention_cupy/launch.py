@@ -7,6 +7,7 @@ under any torch stream, capture included, goes where torch's own would. Allocate
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -61,25 +62,65 @@ class PrefillArgs(ctypes.Structure):
     )
 
 
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of the driver API."""
+
+    _fields_ = (
+        *_fields(ctypes.c_uint, "grid_x grid_y grid_z block_x block_y block_z shared"),
+        ("stream", POINTER),
+        ("attributes", POINTER),
+        ("count", ctypes.c_uint),
+    )
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of the driver API: its number, and its value in a field of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint), ("rest", ctypes.c_uint * 15))
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
 class Kernel:
-    """A loaded kernel with its block size. `what` says in errors which kernel of which shape it is."""
+    """A loaded kernel with its block size. `what` says in errors which kernel of which shape it is.
+
+    CuPy loads it; the launch itself is the driver's cuLaunchKernelEx, because CuPy's launch knows no attributes.
+    """
 
     def __init__(self, function: Any, what: str, threads: int, shared: int = 0) -> None:
-        from cupy.cuda import driver
-
-        self._function, self._driver = function, driver  # the function keeps its module loaded
+        self.function = function  # keeps its module loaded
         self.what, self.threads, self.shared = what, threads, shared
+        self._driver = _driver()
+        self._attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self._config = _Config(grid_z=1, block_x=threads, block_y=1, block_z=1, shared=shared)
+        self._config.attributes = ctypes.addressof(self._attribute)
 
-    def __call__(self, grid: tuple[int, int], args: ctypes.Structure, device: torch.device) -> None:
-        """Launch `grid` blocks. Raises RuntimeError that names the kernel if the driver refuses."""
+    def __call__(self, grid: tuple[int, int], args: ctypes.Structure, device: torch.device, *, early: bool = False) -> None:
+        """Launch `grid` blocks; `early`: the kernel may start while the one before it ends, and waits for it where it must.
+        Raises RuntimeError that names the kernel if the driver refuses."""
+        config = self._config
+        config.grid_x, config.grid_y = grid
+        config.stream = torch.cuda.current_stream(device).cuda_stream
+        config.count = early
         pointer = ctypes.c_void_p(ctypes.addressof(args))
-        stream = torch.cuda.current_stream(device).cuda_stream
-        try:
-            self._driver.launchKernel(
-                self._function.ptr, grid[0], grid[1], 1, self.threads, 1, 1, self.shared, stream, ctypes.addressof(pointer), 0
-            )
-        except self._driver.CUDADriverError as error:
+        status = self._driver.cuLaunchKernelEx(ctypes.byref(config), self.function.ptr, ctypes.byref(pointer), None)
+        if status:
             raise RuntimeError(
-                f"{self.what}: the driver refused to launch {grid} blocks of {self.threads} threads with {self.shared} bytes "
-                f"of shared memory: {error}"
-            ) from error
+                f"{self.what}: the driver refused to launch {grid[0]} x {grid[1]} blocks of {self.threads} threads with {self.shared} "
+                f"bytes of shared memory: {_error(self._driver, status)}"
+            )
+
+
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    driver.cuLaunchKernelEx.restype = ctypes.c_int
+    return driver
+
+
+def _error(driver: ctypes.CDLL, status: int) -> str:
+    name, text = ctypes.c_char_p(), ctypes.c_char_p()
+    driver.cuGetErrorName(status, ctypes.byref(name))
+    driver.cuGetErrorString(status, ctypes.byref(text))
+    return f"{(name.value or b'unknown error').decode()} ({status}): {(text.value or b'').decode()}"
