@@ -44,7 +44,7 @@ class Bench:
 
     def add(self, id: str, prompt: int = 8, max_tokens: int = 50, **fields: Any) -> None:
         self.now += 0.001
-        own = {k: fields.pop(k) for k in ("priority", "deadline", "domain") if k in fields}
+        own = {k: fields.pop(k) for k in ("priority", "deadline", "domain", "tenant", "weight") if k in fields}
         first = sum(map(ord, id)) % 97  # prompts of different requests share nothing
         ids = [first + 100] + [first + i for i in range(prompt - 1)]
         self.scheduler.add(Request(id=id, prompt=ids, params=SamplingParams(max_tokens=max_tokens, **fields), **own))

@@ -26,7 +26,7 @@ from octavo.errors import AdmissionRefused
 from octavo.interfaces import SchedulerParts
 from octavo.request import Admission, Batch, EngineStats, Event, FinishReason, Request, Result, TokenLogprobs
 from octavo.scheduling.draft import Draft
-from octavo.scheduling.policies import Queue, order_key
+from octavo.scheduling.policies import Order, Queue
 from octavo.scheduling.sequence import Sequence, State
 
 
@@ -47,11 +47,14 @@ class ContinuousScheduler:
         self._known = np.zeros(size, np.int64)
         self._computed = np.zeros(size, np.int64)
         self._limit = np.zeros(size, np.int64)
+        self._rank = np.zeros(size)  # first part of the key
+        self._tenant = np.zeros(size, np.intp)
         self._free_slots = list(range(size))  # a heap: low slots first keeps tables dense
         self._running: list[Sequence] = []  # sorted by key: the last one is the next victim
         self._slots = np.zeros(0, np.int32)  # slots of _running, in its order
         self._slots_stale = False
-        self._queue = Queue()
+        self._order = Order(parts.policy, options.ageing, parts.clock)
+        self._queue = Queue(self._order)
         self._live: dict[str, list[Sequence]] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._submitted: deque[tuple[int, list[Sequence]]] = deque()
@@ -68,12 +71,8 @@ class ContinuousScheduler:
         limit = len(request.prompt) + cast(int, request.params.max_tokens)
         samples = request.params.samples
         self._refuse_impossible(request, limit)
-        if self._parts.max_queued and len(self._queue) + samples > self._parts.max_queued:
-            raise AdmissionRefused(
-                f"{len(self._queue)} requests are waiting, the limit is {self._parts.max_queued}: try again later",
-                code="queue_full",
-                retry_after=1.0,
-            )
+        tenant = self._order.shares.of(request.tenant, request.weight)
+        self._refuse_over_queue(request, tenant, samples)
         promised = self._promise(limit) * samples
         self._refuse_over_hard_limit(promised)
         now = self._parts.clock()
@@ -82,10 +81,10 @@ class ContinuousScheduler:
         base = request.params.seed if request.params.seed is not None else self._parts.seeds()
         sequences = []
         for sample in range(samples):
-            key = order_key(self._parts.policy, request.priority, now, self._serial, sample, self._options.ageing)
+            key = self._order.key(request.priority, now, self._serial, sample)
             seed = (base + sample) & 0xFFFF_FFFF_FFFF_FFFF
             deadline = None if request.deadline is None else now + request.deadline
-            sequences.append(Sequence(request, sample, seed, key, prompt, limit, deadline, now))
+            sequences.append(Sequence(request, sample, seed, key, tenant, prompt, limit, deadline, now))
             if deadline is not None:
                 heapq.heappush(self._deadlines, (deadline, id(sequences[-1]), sequences[-1]))
         self._live[request.id] = sequences
@@ -109,6 +108,20 @@ class ContinuousScheduler:
                 f"preemption, and takes at most {self._limits.max_num_batched_tokens}: raise max_num_batched_tokens or enable "
                 "chunked prefill",
                 code="too_large",
+            )
+
+    def _refuse_over_queue(self, request: Request, tenant: int, samples: int) -> None:
+        """The queue is bounded. Past the bound only a tenant that holds less than its share of it may still
+        queue, so that nobody can fill the queue for everybody else; all shares together are the bound again."""
+        most = self._parts.max_queued
+        if not most or len(self._queue) + samples <= most:
+            return
+        mine = self._queue.waiting(tenant)
+        if mine + samples > self._queue.share(tenant, request.weight, most):
+            raise AdmissionRefused(
+                f"{len(self._queue)} requests are waiting ({mine} of them this tenant's), the limit is {most}: try again later",
+                code="queue_full",
+                retry_after=1.0,
             )
 
     def _promise(self, limit: int) -> int:
@@ -147,7 +160,7 @@ class ContinuousScheduler:
             slots = self._slots
             known, computed = self._known[slots], self._computed[slots]
             work = np.minimum(known, self._limit[slots] - 1) - computed
-            order = np.argsort(work > 1, kind="stable")  # decoding rows first, otherwise in key order
+            order = self._order.rows(work > 1, self._rank[slots], self._tenant[slots])
             order = order[work[order] > 0]
             work = work[order]
             take = np.clip(draft.budget - (np.cumsum(work) - work), 0, work)
@@ -167,21 +180,48 @@ class ContinuousScheduler:
 
     def _schedule_waiting(self, draft: Draft) -> None:
         """Admit from the head of the queue; a strictly better priority may take the worst row's place."""
-        while draft.budget > 0 and (sequence := self._queue.peek()) is not None:
+        displaced: list[tuple[Sequence, int, int, bool]] = []
+        while (sequence := self._queue.peek()) is not None:
             if sequence.in_flight:
-                return  # preempted a moment ago: the token it sampled last is still on its way
+                break  # preempted a moment ago: the token it sampled last is still on its way
+            if draft.budget <= 0:
+                chunk = self._later_chunk(sequence, draft)
+                if chunk is None:
+                    break
+                draft.undo(chunk[0].slot)
+                displaced.append(chunk)
             if self._admit(sequence, draft):
                 continue
             victim = self._running[-1] if self._running else None
             if victim is None or not self._outranks(sequence, victim):
-                return
+                break
             self._preempt(victim, draft)
+        for row in displaced:
+            self._resume_chunk(row, draft)
+
+    def _later_chunk(self, waiting: Sequence, draft: Draft) -> tuple[Sequence, int, int, bool] | None:
+        """The chunk of a running prompt that goes after `waiting`, the last such: a long prompt must hold up
+        neither a better priority nor a tenant that has had less. None if all go before it."""
+        if self._order.flat:
+            return None
+        chunks = [row for slot, row in draft.rows.items() if row[2] > 1 and slot not in draft.admitted]
+        last = max(chunks, key=lambda row: (*self._order.standing(row[0]), row[0].key), default=None)
+        return last if last is not None and self._order.standing(waiting) < self._order.standing(last[0]) else None
+
+    def _resume_chunk(self, row: tuple[Sequence, int, int, bool], draft: Draft) -> None:
+        """Give a displaced chunk what is left of the budget; it has kept its slot and the blocks for all of it."""
+        sequence, start, wanted, sample = row
+        take = min(wanted, draft.budget)
+        if sequence.state is not State.RUNNING or sequence.slot in draft.rows or take <= 0:
+            return
+        if take == wanted or self._parts.chunked_prefill:
+            draft.add(sequence, start, take, sample and take == wanted)
 
     def _outranks(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether to preempt: only for a strictly better priority, so that equals never swap places, and only
-        if the victim then queues behind, so that ageing cannot bring it straight back."""
+        if the victim then queues on a worse level, so that it cannot come straight back."""
         better = waiting.request.priority < running.request.priority
-        return self._parts.policy == "priority" and better and waiting.key < running.key
+        return better and self._order.level(waiting.key[0]) < self._order.level(running.key[0])
 
     def _admit(self, sequence: Sequence, draft: Draft) -> bool:
         """Move the queue's head into a slot if slot, blocks and budget allow; else change nothing."""
@@ -195,7 +235,9 @@ class ContinuousScheduler:
         known = len(tokens)
         reuse = sequence.request.params.prompt_logprobs is None or sequence.announced
         salt = self._parts.salt(sequence.limit)
-        cached = self._allocator.admit(slot, tokens, sequence.request.domain, salt, reuse=reuse)
+        cached = self._allocator.admit(
+            slot, tokens, sequence.request.domain, salt, reuse=reuse, parcel=sequence.parcel, rank=self._worth(sequence)
+        )
         take = min(known - cached, draft.budget)
         whole = take == known - cached
         row, start = np.array([slot], np.int32), np.array([cached], np.int64)
@@ -205,8 +247,12 @@ class ContinuousScheduler:
             self._blocked = (sequence, available) if enough else None
             return False
         self._blocked = None
-        self._queue.pop()
+        self._queue.pop(sequence)
+        self._order.shares.refund(sequence.tenant, max(sequence.charged - cached, 0))
         self._enter(sequence, slot, known, cached)
+        if sequence.parcel is not None:
+            self._stats.swapped_in += cached == sequence.parcel.computed
+            self._discard(sequence)
         if sequence.cached < 0:  # the first time: a re-admission after preemption is no new query
             sequence.cached = cached
             sequence.queued = self._parts.clock() - sequence.arrived
@@ -220,13 +266,15 @@ class ContinuousScheduler:
         heapq.heappop(self._free_slots)  # slot is its smallest
         sequence.slot, sequence.state, sequence.extended = slot, State.RUNNING, known
         self._known[slot], self._computed[slot], self._limit[slot] = known, computed, sequence.limit
+        self._rank[slot], self._tenant[slot] = sequence.key[0], sequence.tenant
         bisect.insort(self._running, sequence, key=lambda s: s.key)
         self._slots_stale = True
 
     def _preempt(self, victim: Sequence, draft: Draft) -> None:
-        """Give up a running sequence's slot and blocks; it will be recomputed (or hit its own blocks)."""
+        """Give up a running sequence's slot and blocks. It will continue from host memory, where that is worth the
+        copies and has room; else it is recomputed (or hits its own blocks)."""
         draft.undo(victim.slot)
-        self._leave(victim)
+        self._leave(victim, swap=True)
         self._queue.push(victim)
         self._stats.preemptions += 1
 
@@ -245,6 +293,7 @@ class ContinuousScheduler:
         first, count = np.array(start, np.int64), np.array(take, np.int64)
         self._computed[slots] = first + count
         self._known[slots] += sampled
+        self._order.shares.charge(self._tenant[slots], count)
         for sequence, one in zip(sequences, sample, strict=True):
             sequence.in_flight += one
         tables, copies = self._allocator.drain()
@@ -393,7 +442,8 @@ class ContinuousScheduler:
         if state is State.RUNNING:
             self._leave(sequence)
         elif state is State.WAITING:
-            self._queue.discard()
+            self._queue.discard(sequence)
+            self._discard(sequence)
         else:
             for other in live:
                 if sequence in other.siblings:
@@ -405,17 +455,34 @@ class ContinuousScheduler:
         if not live:
             del self._live[sequence.request.id]
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of its slot. What it computed stays in the prefix cache."""
+    def _leave(self, sequence: Sequence, *, swap: bool = False) -> None:
+        """Take a sequence out of its slot. What it computed stays in the prefix cache, and with `swap` in host
+        memory if that pays."""
         slot = sequence.slot
         row = np.array([slot], np.int32)
+        sequence.charged = max(sequence.charged, int(self._computed[slot]))
         self._extend(sequence)
+        computed = int(self._computed[slot])
         self._allocator.commit(row, self._computed[row])
-        self._allocator.release(row)
+        if swap and computed and self._parts.swap_pays(computed, self._allocator.blocks(computed)):
+            sequence.parcel = self._allocator.swap_out(slot)
+            self._stats.swapped_out += sequence.parcel is not None
+        if sequence.parcel is None:
+            self._allocator.release(row)
         self._running.remove(sequence)
         self._slots_stale = True
         heapq.heappush(self._free_slots, slot)
         sequence.slot = -1
+
+    def _discard(self, sequence: Sequence) -> None:
+        if sequence.parcel is not None:
+            self._allocator.discard(sequence.parcel)
+            sequence.parcel = None
+
+    def _worth(self, sequence: Sequence) -> int:
+        """The rank of its prefixes when blocks are evicted: what is urgent stays longer than what is not."""
+        priority = sequence.request.priority if self._parts.policy == "priority" else 0
+        return 0 if priority == 0 else 1 if priority < 0 else 2
 
     # ------------------------------------------------------------ what others may ask
 
@@ -425,6 +492,7 @@ class ContinuousScheduler:
 
     def stats(self) -> EngineStats:
         usage, stats = self._allocator.usage(), self._stats
+        stats.total_blocks, stats.cached_blocks, stats.pinned_blocks = usage.total, usage.cached, usage.pinned
         stats.running, stats.waiting = len(self._running), len(self._queue)
         stats.free_blocks = usage.free + usage.cached
         stats.kv_usage = usage.used / usage.total if usage.total else 0.0

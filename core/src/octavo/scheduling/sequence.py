@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octavo.request import Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    from octavo.cache.tier import Parcel
 
 
 class State(Enum):
@@ -32,6 +36,7 @@ class Sequence:
     sample: int
     seed: int
     key: tuple[float, int, int]
+    tenant: int  # index of its share
     prompt: np.ndarray  # int32, shared by siblings
     limit: int
     deadline: float | None = None
@@ -41,11 +46,13 @@ class Sequence:
     state: State = State.HELD
     slot: int = -1
     in_flight: int = 0
+    charged: int = 0  # tokens that its tenant has been charged for, as of the last preemption
     extended: int = 0  # tokens that the allocator has been told of
     cached: int = -1  # prompt tokens taken from the prefix cache at first admission; -1 before it
     announced: bool = False  # whether an event has carried `cached`
     siblings: list[Sequence] = field(default_factory=list)  # samples that wait to be forked from this one
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    parcel: Parcel | None = None  # what it had computed when it was swapped out; only while it waits
 
     @property
     def tokens(self) -> np.ndarray:
