@@ -1,0 +1,105 @@
+"""W4A16 in CUDA: the launches of w4a16.cu, and which of its shapes serves which product.
+
+Owns compiled variants, one per (token tiles, shape of a block). Compiling happens when a variant is first asked for, which
+must be before a graph is captured: `prepare` does it for every number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_source
+
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A block of the kernel: 16 * row_tiles outputs a warp, warps_n warps side by side, warps_k over K, and `cluster`
+    blocks that share K; stages blocks of 128 inputs in flight a warp; min_blocks that a multiprocessor must hold."""
+
+    row_tiles: int
+    warps_n: int
+    warps_k: int
+    cluster: int
+    stages: int
+    min_blocks: int = 1
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_tiles * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_k
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one matrix is compiled for: activations bfloat16 or float16, scales bfloat16 or float16, zero points or none,
+    groups in a block of 128 inputs; tail: inputs are no multiple of 128."""
+
+    bf16: bool
+    scale_bf16: bool
+    zeros: bool
+    sub: int
+    tail: bool
+
+
+def token_tiles(m: int) -> int:
+    """Tiles of eight tokens that a block takes for m rows: 1, 2, 4 or 8; more rows are more blocks."""
+    return min(8, 1 << max(0, (m - 1).bit_length() - 3))
+
+
+WAVE = 264
+"""Blocks that a GPU runs at once, two a multiprocessor: what a small matrix is divided into by clusters."""
+BLOCKS = {1: (2, 2, 4, 3), 2: (2, 4, 2, 3), 4: (2, 4, 2, 2), 8: (1, 8, 1, 2)}
+"""By token tiles: row tiles, warps side by side, warps over K, stages. More tokens read x more often, which more outputs a
+block make up for."""
+
+
+def choose_shape(tiles: int, rows: int, inputs: int, *, clusters: bool) -> Shape:
+    """The block for `tiles` tiles of eight tokens times a matrix [rows, inputs]."""
+    row_tiles, warps_n, warps_k, stages = BLOCKS[tiles]
+    strips, blocks = -(-rows // (16 * row_tiles * warps_n)), -(-inputs // 128)
+    cluster = 1
+    while clusters and cluster < 8 and strips * cluster < WAVE and 2 * cluster * warps_k <= blocks:
+        cluster *= 2
+    return Shape(row_tiles, warps_n, warps_k, cluster, stages)
+
+
+@cache
+def _source() -> str:
+    return resources.files(__package__).joinpath("w4a16.cu").read_text()
+
+
+@cache
+def function(variant: Variant, tiles: int, shape: Shape, device: torch.device, dependent: bool) -> CudaFunction:
+    """The compiled kernel; the first call compiles."""
+    defines = {
+        "BF16": int(variant.bf16), "SCALE_BF16": int(variant.scale_bf16), "ZEROS": int(variant.zeros), "SUB": variant.sub,
+        "TOKEN_TILES": tiles, "ROW_TILES": shape.row_tiles, "WARPS_N": shape.warps_n, "WARPS_K": shape.warps_k,
+        "STAGES": shape.stages, "MIN_BLOCKS": shape.min_blocks, "TAIL": int(variant.tail),
+    }  # fmt: skip
+    module: Any = compile_source(_source(), defines, device)
+    shared = 4 * shape.warps_k * 8 * tiles * (shape.rows + 4)
+    return CudaFunction(module, "w4a16", threads=shape.threads, cluster=shape.cluster, shared=shared, dependent=dependent)
+
+
+def launch(
+    call: CudaFunction, shape: Shape, tiles: int, words: Tensor, scales: Tensor, zeros: Tensor | None, x: Tensor, bias: Tensor | None,
+    out: Tensor, group_step: int,
+) -> Tensor:  # fmt: skip
+    """out [M, N] = x [M, K] W^T + bias. x's rows must be dense and start at multiples of 16 bytes."""
+    (m, k), n = x.shape, out.shape[1]
+    pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0, x.data_ptr(),
+                bias.data_ptr() if bias is not None else 0, out.data_ptr())  # fmt: skip
+    tokens = -(-m // (8 * tiles))
+    call(-(-n // shape.rows), tokens, pointers, (m, n, k, x.stride(0), group_step))
+    return out

@@ -1,0 +1,245 @@
+// out = x W^T + bias for 1 to 64 rows of x, W in 4 bits: weights go from memory to tensor cores through registers only.
+//
+// x [M, K] 16 bits, W [N, K] in the layout of packing.py (rows padded to tiles of 16), out [M, N]. The tensor cores compute out^T: a fragment of W is
+// the left operand (16 rows), eight tokens are the right one, so few tokens waste little. A lane's words of 128 inputs are one
+// 16-byte load, its inputs of x another, and contraction order within an instruction is free: no shared memory, no shuffle.
+// The products of one group are summed apart and multiplied by their scale in float32: a weight is an exact integer.
+//
+// A block owns 16 * ROW_TILES * WARPS_N rows; its WARPS_K sets of warps, and the blocks of its cluster (gridDim.y), share the
+// 128-input blocks of K between them and add up through shared memory, in a fixed order: results do not vary between runs.
+//
+// Blocks along z take 8 * TOKEN_TILES tokens each. group_step is 1, or 0 where all inputs are one group.
+//
+// Macros: BF16 (x, out and bias; else float16), SCALE_BF16, ZEROS (else every zero point is 8), SUB (groups in a block: 1, 2,
+// 4), TOKEN_TILES (of 8), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K,
+// STAGES (blocks of weights in flight, a warp), MIN_BLOCKS (blocks of this kernel that a multiprocessor must hold), TAIL (K is no multiple of 128).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef unsigned long long u64;
+
+#define THREADS (32 * WARPS_N * WARPS_K)
+#define ROWS (16 * ROW_TILES * WARPS_N)
+#define PITCH (ROWS + 4)
+#define SLICE (8 * TOKEN_TILES * PITCH)
+
+#if BF16
+#define MAGIC 0x43004300u // 128 + q in either half
+#define ONES 0x3f803f80u
+#else
+#define MAGIC 0x64006400u // 1024 + q
+#define ONES 0x3c003c00u
+#endif
+
+__device__ __forceinline__ uint4 load_weights(const uint4* p, u64 policy) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
+    return v;
+}
+
+// Volatile: x may only be read after the wait for the kernel that writes it, and not so early that it takes registers away.
+__device__ __forceinline__ uint4 load_x(const u16* p) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+// (128 + q) - (128 + z) in both halves, exactly; `minus` is -(128 + z).
+__device__ __forceinline__ u32 centred(u32 pair, u32 minus) {
+    u32 d;
+#if BF16
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(ONES), "r"(minus));
+#else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(ONES), "r"(minus));
+#endif
+    return d;
+}
+
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if BF16
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float widen(u32 bits, bool bf16) {
+    if (bf16) return __uint_as_float(bits << 16);
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
+    return f;
+}
+
+__device__ __forceinline__ u16 narrow(float f) {
+    u16 h;
+#if BF16
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+#endif
+    return h;
+}
+
+// One block of 128 inputs of a warp's rows: words, and per group the scales and zero points of rows g (low half) and g + 8.
+struct Stage {
+    uint4 word[ROW_TILES][2];
+    u32 scale[ROW_TILES][SUB];
+    u16 zero[ROW_TILES][SUB];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
+    const uint4* __restrict__ words, const u32* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ x,
+    const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, int x_stride, int group_step) {
+    extern __shared__ float sums[]; // [WARPS_K][8 * TOKEN_TILES][PITCH]
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
+    const int tiles = (N + 15) / 16, tile0 = (blockIdx.x * WARPS_N + warp_n) * ROW_TILES; // tiles of 16 rows
+    const int blocks = (K + 127) / 128, stride = gridDim.y * WARPS_K;
+    const int token0 = blockIdx.z * 8 * TOKEN_TILES;
+    x += (size_t)token0 * x_stride, out += (size_t)token0 * N, M = min(M - token0, 8 * TOKEN_TILES);
+
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+
+    // Rows past the last tile read the last one again, tokens past M the last one: neither is written.
+    Stage stage[STAGES];
+    auto load = [&](Stage& s, int block) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++) {
+            const int tile = min(tile0 + r, tiles - 1);
+            const uint4* p = words + ((size_t)block * tiles + tile) * 64 + lane;
+            s.word[r][0] = load_weights(p, policy), s.word[r][1] = load_weights(p + 32, policy);
+#pragma unroll
+            for (int u = 0; u < SUB; u++) {
+                const int at = ((SUB == 1 ? block * group_step : block * SUB + u) * tiles + tile) * 8 + g;
+                s.scale[r][u] = __ldg(scales + at);
+#if ZEROS
+                s.zero[r][u] = __ldg(zeros + at);
+#endif
+            }
+        }
+    };
+
+    const u16* from[TOKEN_TILES];
+#pragma unroll
+    for (int j = 0; j < TOKEN_TILES; j++) from[j] = x + (size_t)min(8 * j + g, M - 1) * x_stride + 8 * t;
+
+    uint4 v[2][TOKEN_TILES]; // x for this step of 32 inputs, and for the next
+    auto load_step = [&](int slot, int k) {
+#pragma unroll
+        for (int j = 0; j < TOKEN_TILES; j++) {
+            v[slot][j] = make_uint4(0, 0, 0, 0);
+            if (!TAIL || k + 8 * t < K) v[slot][j] = load_x(from[j] + k);
+        }
+    };
+
+    float acc[ROW_TILES][TOKEN_TILES][4] = {};
+    auto compute = [&](const Stage& s, int block, int next) {
+#pragma unroll
+        for (int u = 0; u < SUB; u++) {
+            float part[ROW_TILES][TOKEN_TILES][4] = {};
+#pragma unroll
+            for (int i = u * 4 / SUB; i < (u + 1) * 4 / SUB; i++) {
+                load_step((i + 1) % 2, i < 3 ? block * 128 + 32 * (i + 1) : next * 128);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++) {
+                    u32 a[2][4]; // [row g or g + 8][pair of inputs]
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const uint4 four = s.word[r][h];
+                        const u32 w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+#if ZEROS
+                        const u32 z = h ? s.zero[r][u] >> 8 : s.zero[r][u] & 0xff;
+                        const u32 minus = (MAGIC | 0x80008000u) + z * 0x10001u;
+#else
+                        const u32 minus = MAGIC | 0x80088008u;
+#endif
+#pragma unroll
+                        for (int p = 0; p < 4; p++) a[h][p] = centred((w >> 4 * p & 0x000f000fu) | MAGIC, minus);
+                    }
+#pragma unroll
+                    for (int j = 0; j < TOKEN_TILES; j++) mma(part[r][j], a[0][0], a[1][0], a[0][1], a[1][1], v[i % 2][j].x, v[i % 2][j].y);
+#pragma unroll
+                    for (int j = 0; j < TOKEN_TILES; j++) mma(part[r][j], a[0][2], a[1][2], a[0][3], a[1][3], v[i % 2][j].z, v[i % 2][j].w);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++) {
+                const float low = widen(s.scale[r][u] & 0xffffu, SCALE_BF16), high = widen(s.scale[r][u] >> 16, SCALE_BF16);
+#pragma unroll
+                for (int j = 0; j < TOKEN_TILES; j++) {
+                    acc[r][j][0] += low * part[r][j][0], acc[r][j][1] += low * part[r][j][1];
+                    acc[r][j][2] += high * part[r][j][2], acc[r][j][3] += high * part[r][j][3];
+                }
+            }
+        }
+    };
+
+    const int first = blockIdx.y * WARPS_K + warp_k;
+#pragma unroll
+    for (int d = 0; d < STAGES; d++)
+        if (first + d * stride < blocks) load(stage[d], first + d * stride);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory"); // weights are written by no step; x is, by the kernel before
+#endif
+    if (first < blocks) load_step(0, first * 128);
+    for (int block = first; block < blocks; block += STAGES * stride) {
+#pragma unroll
+        for (int d = 0; d < STAGES; d++) {
+            const int here = block + d * stride;
+            if (here < blocks) {
+                compute(stage[d], here, min(here + stride, blocks - 1));
+                if (here + STAGES * stride < blocks) load(stage[d], here + STAGES * stride);
+            }
+        }
+    }
+
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+        for (int j = 0; j < TOKEN_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sums[warp_k * SLICE + (8 * j + 2 * t + e % 2) * PITCH + warp_n * 16 * ROW_TILES + 16 * r + g + e / 2 * 8] = acc[r][j][e];
+
+    const int peers = gridDim.y, rank = blockIdx.y;
+#if __CUDA_ARCH__ >= 900
+    if (peers > 1)
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else
+#endif
+        __syncthreads();
+    const u32 base = (u32)__cvta_generic_to_shared(sums);
+    for (int e = rank * THREADS + threadIdx.x; e < M * ROWS; e += peers * THREADS) {
+        const int token = e / ROWS, row = e % ROWS, n = blockIdx.x * ROWS + row, at = token * PITCH + row;
+        float sum = 0;
+        for (int peer = 0; peer < peers; peer++) {
+#pragma unroll
+            for (int s = 0; s < WARPS_K; s++) {
+                float v;
+#if __CUDA_ARCH__ >= 900
+                u32 address;
+                asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(base + 4 * (s * SLICE + at)), "r"(peer));
+                asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
+#else
+                v = sums[s * SLICE + at];
+#endif
+                sum += v;
+            }
+        }
+        if (n < N) {
+            if (bias) sum += widen(bias[n], BF16);
+            out[(size_t)token * N + n] = narrow(sum);
+        }
+    }
+#if __CUDA_ARCH__ >= 900
+    // a block's shared memory must outlive its peers' reads
+    if (peers > 1) asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}

@@ -1,0 +1,145 @@
+"""The Linear of 4-bit weights: one or more checkpoint modules side by side, re-arranged once as they are read.
+
+Owns the declaring and filling; layouts of the checkpoint are `formats`, of the memory `gpu` and `cpu`. Every tensor is read in
+slices of rows into its final place, so that loading holds no more than a slice besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from octavo.interfaces import Linear, Weights
+from torch import Tensor
+
+from octavo_quant_awq.formats import Format, Stored, check_shape
+from octavo_quant_awq.settings import Scheme
+
+SLICE = 1 << 20
+"""Weights that are unpacked at a time."""
+
+
+class Matrix(Protocol):
+    """A matrix in memory and its product; what `gpu.GpuMatrix` and `cpu.CpuMatrix` are."""
+
+    name: str
+
+    def put_q(self, at: int, q: Tensor) -> None: ...
+    def put_scales(self, at: int, scales: Tensor) -> None: ...
+    def put_zeros(self, at: int, zeros: Tensor) -> None: ...
+    def put_bias(self, at: int, bias: Tensor) -> None: ...
+    def finish(self) -> None: ...
+    def weights(self, start: int, stop: int) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class FourBitLinear:
+    """interfaces.Linear of 4-bit modules that share one input. `make(rows, group)` gives the empty matrix."""
+
+    activation = "plain"
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        inputs: int,
+        *,
+        bias: bool,
+        scheme: Scheme,
+        form: Format,
+        weights: Weights,
+        device: torch.device,
+        make: Callable[[int, int], Matrix],
+    ) -> None:
+        """parts: checkpoint module names and their output features. LoadError if a module's shape does not fit the scheme."""
+        self.out_features, self._inputs, self._device, self._format = sum(parts.values()), inputs, device, form
+        groups = {check_shape(name, scheme, rows, inputs) for name, rows in parts.items()}
+        (self._group,) = groups
+        self._make = lambda: make(self.out_features, self._group)
+        self._matrix: Matrix | None = None
+        self._waiting: set[str] = set()
+        offset = 0
+        for name, rows in parts.items():
+            for end, stored in form.tensors(rows, inputs, self._group).items():
+                self._declare(weights, f"{name}.{end}", stored, offset, rows)
+            if bias:
+                self._waiting.add(f"{name}.bias")
+                weights.declare(f"{name}.bias", (rows,), self._filler(f"{name}.bias", offset, self._fill_bias))
+            offset += rows
+
+    def _declare(self, weights: Weights, name: str, stored: Stored, offset: int, rows: int) -> None:
+        if not stored.optional:
+            self._waiting.add(name)
+        take: Callable[[int, Tensor], None]
+        if stored.part == "check":
+            take = lambda at, tensor: self._format.check(name, tensor, rows, self._inputs, self._group)  # noqa: E731
+        elif stored.part == "q":
+            take = lambda at, tensor: self._fill_q(at, rows, tensor)  # noqa: E731
+        elif stored.part == "zeros":
+            take = lambda at, tensor: self._fill_zeros(at, rows, tensor)  # noqa: E731
+        else:
+            take = lambda at, tensor: self._fill_scales(at, rows, tensor)  # noqa: E731
+        weights.declare(name, stored.shape, self._filler(name, offset, take), optional=stored.optional, dtypes=stored.dtypes)
+
+    def _filler(self, name: str, offset: int, take: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:
+        def fill(tensor: Tensor) -> None:
+            take(offset, tensor.to(self._device))
+            self._waiting.discard(name)
+            if not self._waiting:
+                self.matrix.finish()
+
+        return fill
+
+    @property
+    def matrix(self) -> Matrix:
+        """Its memory is taken when the first tensor comes."""
+        if self._matrix is None:
+            self._matrix = self._make()
+        return self._matrix
+
+    def _fill_q(self, offset: int, rows: int, tensor: Tensor) -> None:
+        step = max(8, SLICE // self._inputs // 8 * 8)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            self.matrix.put_q(offset + start, self._format.q(tensor, start, stop)[:, : self._inputs])
+
+    def _fill_zeros(self, offset: int, rows: int, tensor: Tensor) -> None:
+        self.matrix.put_zeros(offset, self._format.zeros(tensor, rows, self._inputs // self._group))
+
+    def _fill_scales(self, offset: int, rows: int, tensor: Tensor) -> None:
+        self.matrix.put_scales(offset, self._format.scales(tensor, rows, self._inputs // self._group))
+
+    def _fill_bias(self, offset: int, tensor: Tensor) -> None:
+        self.matrix.put_bias(offset, tensor)
+
+    def finish(self) -> None:
+        if self._waiting:
+            raise RuntimeError(f"a Linear is used before it is filled; missing: {', '.join(sorted(self._waiting))}")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in_features] -> [T, out_features]."""
+        return self._matrix(x)  # type: ignore[misc]
+
+    def dequantised(self) -> Tensor:
+        """w [out, in] in the model's dtype, from what lies in memory: for tests and tools."""
+        return self.matrix.weights(0, self.out_features)
+
+
+class SideBySide:
+    """interfaces.Linear of Linears that share one input: parts of a fused layer of which some are not quantised."""
+
+    activation = "plain"
+
+    def __init__(self, linears: tuple[Linear, ...]) -> None:
+        self._linears = linears
+        self.out_features = sum(linear.out_features for linear in linears)
+
+    def finish(self) -> None:
+        for linear in self._linears:
+            linear.finish()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self._linears], -1)
+
+    def dequantised(self) -> Any:
+        raise NotImplementedError("parts of this layer are plain")
