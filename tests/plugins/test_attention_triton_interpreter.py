@@ -53,7 +53,7 @@ interpreter._patch_lang_tensor = patched
 torch.set_num_threads(1)
 from octavo.catalog import Device
 from octavo.interfaces import AttentionParts
-from octavo.testing.attention import check
+from octavo.testing.attention import check, check_prologue
 from octavo.testing.paged import Scene, Shape, stored
 from octavo_attention_triton.backend import TritonAttention
 from octavo_attention_triton.provider import TritonOptions
@@ -73,6 +73,9 @@ def run(facts, lengths, work, merge):
     for row in scene.rows:
         keys, values = backend.gather(0, row.slot, row.length)
         assert torch.equal(keys, row.k[0]) and torch.equal(values, row.v[0]), "gather gives back other values than were written"
+    if shape.v_dim in (None, shape.k_dim) and not shape.kv_dtype:
+        for norm in (False, True):
+            check_prologue(scene, [tuple(item) for item in work], rotary=shape.k_dim // 2 if norm else shape.k_dim, norm=norm)
 
 complaints = []
 for case in json.loads(sys.argv[1]):

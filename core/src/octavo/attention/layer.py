@@ -1,10 +1,12 @@
 """PagedAttention: what a model's attention layer calls, bound to a backend.
 
-Owns the order write, then run. Must never know how the cache is laid out or which step it is in: the
-step is passed.
+Owns the order write, then run, and the choice of the backend's own prologue where it has one. Must never
+know how the cache is laid out or which step it is in: the step is passed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -13,12 +15,16 @@ from octavo.interfaces import AttentionBackend, AttentionLayer, Step
 
 
 class PagedAttention:
-    """Callable (step, q, k, v) -> out; the engine's build makes one for each layer (ModelParts.attention)."""
+    """Callable (step, q, k, v) -> out; the engine's build makes one for each layer (ModelParts.attention).
+    norm_rope is the operator "qk_norm_rope", for backends without a prologue."""
 
-    def __init__(self, layer: AttentionLayer, backend: AttentionBackend) -> None:
+    def __init__(self, layer: AttentionLayer, backend: AttentionBackend, norm_rope: Callable[..., Tensor]) -> None:
         self._index, self._heads, self._v_dim = layer.index, layer.num_heads, layer.v_dim
         self._write, self._run = backend.write, backend.run
         self._choose, self._captures = getattr(backend, "choose", None), backend.graphs != "none"
+        self._prologue = getattr(backend, "prologue", None)
+        self._norm_rope = norm_rope
+        self._split = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
 
     def choose(self, step: Step, q: Tensor, weights: Tensor, k: Tensor, count: int) -> Tensor | None:
         """Of an index layer: store k [T, 1, k_dim], then each token's `count` best keys for q [T, heads, k_dim] and weights
@@ -42,4 +48,17 @@ class PagedAttention:
         """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] at the step's slots, then attend with
         q [T, heads, k_dim] over the cache: a new tensor [T, heads, v_dim]."""
         self._write(self._index, step, k, v)
+        return self._attend(step, q)
+
+    def turned(self, step: Step, qkv: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """The same of qkv [T, heads + 2 kv_heads, D], whose q and k heads are first normalised by weight
+        [heads + kv_heads, D] (None: they are not) and turned by the angles of the step. May overwrite qkv."""
+        if self._prologue is not None:
+            return self._attend(step, self._prologue(self._index, step, qkv, weight, eps, cos, sin))
+        heads, kv_heads, _ = self._split
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
+        q, k = self._norm_rope(qk, weight, eps, cos, sin).split_with_sizes((heads, kv_heads), 1)
+        return self(step, q, k, v)
+
+    def _attend(self, step: Step, q: Tensor) -> Tensor:
         return self._run(self._index, step, q, q.new_empty(q.shape[0], self._heads, self._v_dim))

@@ -91,12 +91,11 @@ class SelfAttention:
         self.output = parts.linear(name, heads * dim, {"o_proj": config.hidden_size}, bias=config.o_bias)
         self.norm = HeadNorm(name, config, parts) if config.qk_norm else None
         self._norm_weight: Tensor | None = None
-        self._eps, self._norm_rope = config.norm_eps, parts.op("qk_norm_rope")
+        self._eps = config.norm_eps
         if config.sinks:
             layer = replace(layer, sinks=Buffer(f"{name}.sinks", (heads,), parts, torch.float32).value)
         self._attend = parts.attention(layer)
-        self._heads, self._dim, self._width = (heads, kv_heads), dim, heads * dim
-        self._split = (heads + kv_heads, kv_heads)
+        self._heads, self._dim, self._width = heads + 2 * kv_heads, dim, heads * dim
 
     def finish(self) -> None:
         self.qkv.finish()
@@ -106,10 +105,8 @@ class SelfAttention:
 
     def __call__(self, step: Step, x: Tensor, angles: Angles) -> Tensor:
         """[T, H] -> [T, H]."""
-        qk, v = self.qkv(x).view(-1, sum(self._split), self._dim).split_with_sizes(self._split, 1)
-        qk = self._norm_rope(qk, self._norm_weight, self._eps, *angles)
-        q, k = qk.split_with_sizes(self._heads, 1)
-        return self.output(self._attend(step, q, k, v).view(-1, self._width))
+        qkv = self.qkv(x).view(-1, self._heads, self._dim)
+        return self.output(self._attend.turned(step, qkv, self._norm_weight, self._eps, *angles).view(-1, self._width))
 
 
 class GatedMLP:

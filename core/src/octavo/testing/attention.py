@@ -25,7 +25,8 @@ import torch
 from octavo.catalog import Device, Needs, Provider, Reject
 from octavo.engine.plan import attention_facts
 from octavo.interfaces import AttentionBackend, AttentionParts, ModelFacts
-from octavo.testing.paged import Answer, Scene, Shape
+from octavo.model.operators import qk_norm_rope
+from octavo.testing.paged import Answer, Scene, Shape, stored
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Largest absolute error against the oracle, for values of unit variance."""
@@ -88,6 +89,44 @@ def check(scene: Scene, work: Sequence[Work], *, layer: int = 0, lse: bool = Fal
             assert error <= 2 * limit, f"lse off by {error:.2e} (at most {2 * limit:.0e}): {what}"
     scene.check_untouched()
     return answers
+
+
+def check_prologue(scene: Scene, work: Sequence[Work], *, rotary: int, norm: bool) -> None:
+    """The backend's fused prologue against core's operator and what its own `write` stores: queries and keys
+    within twice the dtype's rounding, values exactly. The scene's rows have K as wide as V."""
+    shape, step = scene.shape, scene.step(work)
+    (heads, kv_heads), dim, dtype = shape.heads, shape.k_dim, getattr(torch, shape.dtype)
+    random = torch.Generator().manual_seed(9)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=random).to(scene.torch_device, dtype)
+
+    tokens = len(step.token_ids)
+    qkv = draw(tokens, heads + 2 * kv_heads, dim)
+    weight = draw(heads + kv_heads, dim) if norm else None
+    angle = torch.rand(tokens, 1, rotary // 2, generator=random) * 6
+    cos = torch.cat((angle.cos(), angle.cos()), -1).to(scene.torch_device, dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(scene.torch_device, dtype)
+    turned = qk_norm_rope(
+        qkv[:, : heads + kv_heads].double(), None if weight is None else weight.double(), 1e-5, cos.double(), sin.double()
+    )
+    keys = stored(turned[:, heads:].to(dtype), shape.kv_dtype, shape.k_scale)
+    values = stored(qkv[:, heads + kv_heads :].clone(), shape.kv_dtype, shape.v_scale)
+    with torch.inference_mode():
+        scene.backend.prepare(step)
+        scene.backend.plan(step)
+        q = scene.backend.prologue(0, step, qkv, weight, 1e-5, cos, sin)  # type: ignore[attr-defined]
+        slack = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}[shape.dtype]
+        torch.testing.assert_close(q.double(), turned[:, :heads], rtol=slack, atol=slack)
+        at = 0
+        for index, start, count in work:
+            row = slice(at, at + count)
+            found = scene.backend.gather(0, scene.rows[index].slot, start + count)
+            coarse = {None: slack, "float8_e4m3fn": 2**-3, "float8_e5m2": 2**-2}[shape.kv_dtype]  # one step of the cache's dtype
+            torch.testing.assert_close(found[0][start:].double(), keys[row].double(), rtol=coarse, atol=coarse * shape.k_scale)
+            torch.testing.assert_close(found[1][start:].double(), values[row].double(), rtol=0, atol=0)
+            at += count
+    scene.check_untouched()
 
 
 def _shape_cases() -> list[Any]:
@@ -226,6 +265,23 @@ class AttentionSuite:
             scene.fill([29, 0], layer=layer)
         for layer in (1, 0):
             check(scene, [(0, 29, 1), (1, 0, 45)], layer=layer)
+
+    # ------------------------------------------------------------ the prologue
+
+    @pytest.mark.parametrize(
+        ("heads", "dim", "rotary"), [((9, 3), 64, 64), ((16, 8), 128, 128), ((8, 2), 96, 32), ((7, 7), 80, 80)]
+    )
+    @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+    def test_a_prologue_is_norm_rope_and_write(
+        self, heads: tuple[int, int], dim: int, rotary: int, norm: bool, kv_dtype: str | None, dtype: str
+    ) -> None:
+        shape = replace(Shape(heads=heads, k_dim=dim, block_size=16, dtype=dtype), kv_dtype=kv_dtype, k_scale=0.5, v_scale=2.0)
+        scene = self.target.scene(shape, [33, 20, 40])
+        if not hasattr(scene.backend, "prologue"):
+            pytest.skip("the backend has no prologue of its own")
+        scene.fill([32, 0, 37])
+        check_prologue(scene, [(0, 32, 1), (1, 0, 20), (2, 37, 3)], rotary=rotary, norm=norm)
 
     # ------------------------------------------------------------ the cache
 

@@ -1,197 +1,194 @@
-"""Logits of a built model against transformers, for tests of model adapters.
+"""The conformance suite of model adapters. Needs pytest and, for the default oracle, transformers.
 
-Owns a model that runs without an engine: an adapter, plain weights in a dict, core's torch attention
-over a cache in random page order, and hand-made steps. `compare` runs one config through both.
+Owns what every adapter must do, whatever the architecture. A third party writes one class:
+
+    from octavo.testing.model import ModelSuite, ModelTarget
+
+    class TestMine(ModelSuite):
+        target = ModelTarget(MyAdapter, {"plain": {"architectures": ["MineForCausalLM"], "model_type": "mine", ...}})
+
+Each config is a tiny config.json; its windows should be shorter than 20 tokens, so that prompts pass them. Weights are
+random. The model runs in float32 on the CPU over core's torch attention, whose cache holds NaN wherever nothing was written
+and whose pages lie in random order; logits are compared with the oracle's over the whole text at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from octavo.attention.layer import PagedAttention
-from octavo.attention.torch_backend import TorchAttention
-from octavo.cache.pool import plan_groups
-from octavo.catalog import Device
-from octavo.decision import OperatorSet
-from octavo.interfaces import (
-    AttentionLayer,
-    AttentionParts,
-    BoundGroup,
-    Limits,
-    ModelAdapter,
-    ModelParts,
-    OperatorParts,
-    QuantizerParts,
-    Step,
-    StepHost,
-)
-from octavo.model.linear import PlainQuantizer
-from octavo.model.operators import TorchOperators
+from octavo.interfaces import ModelAdapter
+from octavo.testing.bare_model import BareModel, DictWeights, checkpoint, right_logits, transformers_model
+
+__all__ = [
+    "BareModel",
+    "DictWeights",
+    "ModelSuite",
+    "ModelTarget",
+    "Oracle",
+    "checkpoint",
+    "right_logits",
+    "transformers_model",
+    "transformers_oracle",
+]
+
+LENGTH = 40
+"""Tokens of a prompt."""
+BLOCK = 8
+"""Tokens of a block in the smallest group."""
 
 
-class DictWeights:
-    """interfaces.Weights over tensors in memory: every declared tensor is filled exactly once, every
-    tensor is declared, and shapes agree."""
+@dataclass(frozen=True)
+class Oracle:
+    """What a model is compared with: the checkpoint's tensors by name, and the logits of a text, float32 [tokens, vocab]."""
 
-    def __init__(self) -> None:
-        self.declared: dict[str, tuple[tuple[int, ...] | None, Callable[[Tensor], None], bool]] = {}
-
-    def declare(
-        self,
-        name: str,
-        shape: tuple[int, ...] | None,
-        fill: Callable[[Tensor], None],
-        *,
-        optional: bool = False,
-        dtypes: tuple[str, ...] = (),
-    ) -> None:
-        assert name not in self.declared, f"{name} is declared twice"
-        self.declared[name] = (shape, fill, optional)
-
-    def fill(self, tensors: Mapping[str, Tensor], ignored: Callable[[str], bool]) -> None:
-        unknown = sorted(name for name in tensors if name not in self.declared and not ignored(name))
-        missing = sorted(name for name, (_, _, optional) in self.declared.items() if name not in tensors and not optional)
-        assert not unknown and not missing, f"not declared: {unknown}; not in the checkpoint: {missing}"
-        for name, (shape, fill, _) in self.declared.items():
-            if name in tensors:
-                assert shape is None or tuple(tensors[name].shape) == shape, f"{name}: {tuple(tensors[name].shape)}, not {shape}"
-                fill(tensors[name])
+    tensors: Mapping[str, Tensor]
+    logits: Callable[[Sequence[int]], Tensor]
 
 
-class BareModel:
-    """A model with its cache, and rows that remember how far they are. Feed it tokens in any portions."""
+def transformers_oracle(config: Mapping[str, Any]) -> Oracle:
+    """transformers' eager model of the config with random weights, which are saved as transformers saves them."""
+    model = transformers_model(config)
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    return Oracle(checkpoint(model, {**config, "tie_word_embeddings": tied}), lambda tokens: right_logits(model, tokens))
 
-    def __init__(
-        self,
-        adapter: ModelAdapter,
-        config: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        *,
-        dtype: str = "float32",
-        block_size: int = 8,
-        max_rows: int = 4,
-        max_len: int = 256,
-    ) -> None:
-        device, weights = Device(), DictWeights()
-        facts = adapter.facts(config, dtype, dtype)
-        limits = Limits(max_rows, max_rows * max_len, max_len)
-        self.attention = TorchAttention(None, AttentionParts(device, dtype))
-        operators = OperatorSet(TorchOperators(None, OperatorParts(device, dtype)).ops, {})
-        quantizer = PlainQuantizer(None, QuantizerParts(device, dtype, {}, weights, operators.find))
-        layers: dict[int, AttentionLayer] = {}
 
-        def attention(layer: AttentionLayer) -> PagedAttention:
-            layers[layer.index] = layer
-            return PagedAttention(layer, self.attention)
+@dataclass(frozen=True)
+class ModelTarget:
+    """The adapter under test (its class; called with options None and parts None), configs by a name of your choice, and
+    what they are compared with. tolerance: largest absolute error of a float32 logit."""
 
-        self.model = adapter.build(
-            config,
-            ModelParts(
-                device=device,
-                dtype=dtype,
-                limits=limits,
-                weights=weights,
-                linear=quantizer.linear,
-                tied=quantizer.tied,
-                attention=attention,
-                op=operators,
-                experts=quantizer.experts,
-            ),
+    adapter: Callable[[Any, None], ModelAdapter]
+    configs: Mapping[str, Mapping[str, Any]]
+    oracle: Callable[[Mapping[str, Any]], Oracle] = transformers_oracle
+    tolerance: float = 1e-4
+
+
+class ModelSuite:
+    """Subclass it as `class TestX(ModelSuite)` and set `target`."""
+
+    target: ModelTarget
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.target.configs)
+
+    @classmethod
+    @cache
+    def oracle(cls, case: str) -> Oracle:
+        return cls.target.oracle(cls.target.configs[case])
+
+    def build(self, case: str, **kw: Any) -> BareModel:
+        """The model of a case with the oracle's weights."""
+        return BareModel(
+            self.target.adapter(None, None), self.target.configs[case], self.oracle(case).tensors, block_size=BLOCK, **kw
         )
-        weights.fill(tensors, adapter.ignored)
-        self.model.finish()
 
-        groups = plan_groups(facts.kv_specs, self.attention.layout, block_size)
-        bound, self._tables, self._sizes = [], [], [group.block_size for group in groups]
-        random = np.random.default_rng(0)
-        for group in groups:
-            layout = self.attention.layout(group.spec, group.block_size)
-            columns = -(-max_len // group.block_size)
-            order = random.permutation(max_rows * columns).astype(np.int32).reshape(max_rows, columns)
-            self._tables.append(torch.from_numpy(order))
-            shape, kind = (max_rows * columns, *layout.page_shape), getattr(torch, layout.dtype)
-            caches = tuple(torch.full(shape, float("nan"), dtype=kind) for _ in group.layers)
-            bound.append(BoundGroup(group, layout, tuple(layers[i] for i in group.layers), caches))
-        self.attention.bind(bound, limits)
-        self._computed = [0] * max_rows
+    def prompt(self, case: str, seed: int = 0, length: int = LENGTH) -> list[int]:
+        vocab = self.target.adapter(None, None).facts(self.target.configs[case], "float32", "auto").vocab_size
+        return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
-    def run(self, work: Sequence[tuple[int, Sequence[int]]], *, bounds: Mapping[int, int] | None = None) -> list[Tensor]:
-        """One step: for each (row, its next tokens), the logits of every one of these tokens, float32
-        [count, vocab]. bounds: length bound of a row (default: max_len), for RoPE that depends on it."""
-        rows = np.array([row for row, _ in work], np.int64)
-        counts = np.array([len(tokens) for _, tokens in work], np.int64)
-        starts = np.array([self._computed[row] for row in rows], np.int64)
-        positions = torch.from_numpy(np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]))
-        token_rows = torch.from_numpy(np.repeat(rows, counts))
-        ends = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
-        limit = torch.tensor([(bounds or {}).get(int(row), 1 << 20) for row in rows])
-        step = Step(
-            token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
-            positions=positions,
-            query_start=ends.int(),
-            seq_lens=torch.from_numpy(starts + counts).int(),
-            rows=torch.from_numpy(rows),
-            tables=tuple(self._tables),
-            slot_mapping=tuple(
-                table[token_rows, positions // size].long() * size + positions % size
-                for table, size in zip(self._tables, self._sizes, strict=True)
-            ),
-            token_rows=token_rows,
-            logit_index=ends[1:] - 1,
-            host=StepHost(counts, starts + counts, rows, int(counts.sum()), int(counts.max()), int((starts + counts).max())),
-            rope_tokens=torch.repeat_interleave(limit, torch.from_numpy(counts)),
-        )
-        with torch.inference_mode():
-            self.attention.prepare(step)
-            self.attention.plan(step)
-            logits = self.model.logits(self.model.forward(step))
-        for row, count in zip(rows, counts, strict=True):
-            self._computed[int(row)] += int(count)
-        return list(torch.split(logits, counts.tolist()))
+    def close(self, found: Tensor, right: Tensor, what: str) -> None:
+        assert found.dtype == torch.float32 and found.shape == right.shape, f"{what}: {found.dtype} {tuple(found.shape)}"
+        assert bool(torch.isfinite(found).all()), f"{what}: not finite: something unwritten was read"
+        error = float((found - right).abs().max())
+        assert error <= self.target.tolerance, f"{what}: off by {error:.1e}, at most {self.target.tolerance:.0e}"
 
-    def feed(self, row: int, tokens: Sequence[int], portions: Sequence[int], **kw: Any) -> Tensor:
-        """The tokens of one row in portions of these sizes: logits of all of them, [len(tokens), vocab]."""
-        assert sum(portions) == len(tokens)
-        parts, at = [], 0
-        for size in portions:
-            parts += self.run([(row, tokens[at : at + size])], **kw)
-            at += size
-        return torch.cat(parts)
+    # ------------------------------------------------------------ logits
 
+    def test_a_prompt_in_one_step(self, case: str) -> None:
+        prompt = self.prompt(case)
+        found = self.build(case).feed(0, prompt, [LENGTH], bounds={0: LENGTH})
+        self.close(found, self.oracle(case).logits(prompt), "the prompt in one step")
 
-def transformers_model(config: Mapping[str, Any], *, seed: int = 0, spread: float = 0.3) -> Any:
-    """transformers' eager model of a config dict, float32, with random weights: norms near one, everything
-    else, biases too, of standard deviation `spread`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    @pytest.mark.parametrize("portions", [[1] * LENGTH, [17, 1, 22], [5, 16, 16, 3]], ids=["tokens", "chunks", "more chunks"])
+    def test_a_prompt_in_portions(self, case: str, portions: list[int]) -> None:
+        prompt = self.prompt(case)
+        found = self.build(case).feed(0, prompt, portions, bounds={0: LENGTH})
+        self.close(found, self.oracle(case).logits(prompt), f"the prompt in portions {portions[:5]}")
 
-    parsed = AutoConfig.for_model(**dict(config))
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(parsed, attn_implementation="eager", dtype=torch.float32).eval()
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=random)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else spread * noise)
-    return model
+    def test_steps_that_end_at_the_edge_of_a_window(self, case: str) -> None:
+        bare, prompt = self.build(case), self.prompt(case)
+        windows = {spec.window for spec in bare.facts.kv_specs if spec.window is not None}
+        if not windows:
+            pytest.skip("no layer of this model has a window")
+        right = self.oracle(case).logits(prompt)
+        assert all(window < LENGTH // 2 for window in windows), f"windows {windows} are never left by {LENGTH} tokens"
+        for row, end in enumerate((-1, 0, 1)):
+            first = min(windows) + end
+            found = bare.feed(row, prompt, [first, 1, 1, LENGTH - first - 2], bounds={row: LENGTH})
+            self.close(found, right, f"steps that end at {first}, {first + 1} and {first + 2} of a window of {min(windows)}")
 
+    def test_rows_that_share_a_step(self, case: str) -> None:
+        """A prompt, a chunk and two decodes in one step, each as if it were alone."""
+        bare, lengths, done = self.build(case), (30, 21, 1, 50), (12, 20, 0, 0)
+        prompts = [self.prompt(case, seed, length) for seed, length in enumerate(lengths)]
+        bounds = dict(enumerate(lengths))
+        bare.run([(row, prompts[row][:n]) for row, n in enumerate(done) if n], bounds=bounds)
+        order = (2, 0, 3, 1)
+        found = bare.run([(row, prompts[row][done[row] :]) for row in order], bounds=bounds)
+        for row, logits in zip(order, found, strict=True):
+            right = self.oracle(case).logits(prompts[row])[done[row] :]
+            self.close(logits, right, f"row {row}, tokens from {done[row]}")
 
-def checkpoint(model: Any, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that this transformers model would save, by their names in a checkpoint."""
-    from transformers.core_model_loading import revert_weight_conversion
+    def test_a_prefix_hit_continues_as_if_computed(self, case: str) -> None:
+        bare, first = self.build(case), self.prompt(case)
+        size = max(group.block_size for group in bare.groups)
+        if size >= LENGTH:
+            pytest.skip(f"blocks of {size} tokens are longer than the prompt")
+        other = first[:size] + self.prompt(case, 1, LENGTH - size)
+        bare.feed(0, first, [LENGTH], bounds={0: LENGTH})
+        bare.hit(0, 1, size)
+        found = bare.feed(1, other[size:], [LENGTH - size - 1, 1], bounds={1: LENGTH})
+        self.close(found, self.oracle(case).logits(other)[size:], f"after a hit of {size} tokens")
 
-    tensors = {name: tensor.detach().clone() for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
-    if config.get("tie_word_embeddings", False):
-        tensors.pop("lm_head.weight", None)
-    return tensors
+    def test_bfloat16_stays_near(self, case: str) -> None:
+        """Within what a reduced mantissa does to a sum over all layers: a wrong dtype on the way, or an overflow, is more."""
+        prompt = self.prompt(case)
+        found = self.build(case, dtype="bfloat16").feed(0, prompt, [20, 1, 19], bounds={0: LENGTH})
+        right = self.oracle(case).logits(prompt)
+        assert found.dtype == torch.float32 and bool(torch.isfinite(found).all())
+        ahead = torch.nn.functional.cosine_similarity(found, right, dim=-1)
+        assert float(ahead.median()) > 0.99, f"bfloat16 logits point elsewhere: median cosine {float(ahead.median()):.3f}"
 
+    # ------------------------------------------------------------ the weight map
 
-def right_logits(model: Any, tokens: Sequence[int]) -> Tensor:
-    """transformers' logits of every token, float32 [len(tokens), vocab]."""
-    with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-    return logits
+    def test_every_tensor_of_the_checkpoint_has_one_place(self, case: str) -> None:
+        """None left over, none missing, every shape as declared (BareModel checks all three)."""
+        self.build(case)
+
+    def test_a_checkpoint_that_misses_a_tensor_is_noticed(self, case: str) -> None:
+        declared = self.build(case).declared
+        tensors = self.oracle(case).tensors
+        for name in (next(iter(tensors)), *[n for n in list(tensors)[-2:] if not declared[n][2]]):
+            rest = {key: tensor for key, tensor in tensors.items() if key != name}
+            with pytest.raises(AssertionError, match="not in the checkpoint"):
+                BareModel(self.target.adapter(None, None), self.target.configs[case], rest)
+
+    def test_a_tensor_of_another_architecture_is_not_ignored(self, case: str) -> None:
+        adapter = self.target.adapter(None, None)
+        for name in self.oracle(case).tensors:
+            assert not adapter.ignored(name), f"the adapter says that it ignores {name}, which the model needs"
+        assert not adapter.ignored("model.layers.0.self_attn.extra_proj.weight")
+
+    # ------------------------------------------------------------ facts
+
+    def test_the_facts_describe_what_is_built(self, case: str) -> None:
+        """The plan is made from the facts, before there is a model: both must speak of the same layers."""
+        bare = self.build(case)
+        facts = bare.facts
+        assert facts.vocab_size == bare.feed(0, self.prompt(case)[:2], [2]).shape[1]
+        assert [layer.index for layer in facts.layers] == list(range(len(facts.kv_specs)))
+        assert sorted(bare.layers) == list(range(len(facts.layers)))
+        for planned, spec in zip(facts.layers, facts.kv_specs, strict=True):
+            built = bare.layers[planned.index]
+            for name in ("num_heads", "num_kv_heads", "k_dim", "v_dim", "scale", "window", "softcap"):
+                assert getattr(planned, name) == getattr(built, name), f"layer {planned.index}: {name}"
+            assert (planned.has_sinks or planned.sinks is not None) == (built.sinks is not None), f"layer {planned.index}: sinks"
+            assert spec.window == planned.window and spec.k_dim == planned.k_dim, f"layer {planned.index}: its KV spec"

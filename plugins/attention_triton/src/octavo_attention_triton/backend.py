@@ -19,7 +19,7 @@ import triton
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
 
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
-from octavo_attention_triton.kernels import decode, prefill, write
+from octavo_attention_triton.kernels import decode, prefill, prologue, write
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.provider import FP8, TritonOptions
 from octavo_attention_triton.tuning import (
@@ -290,6 +290,38 @@ class TritonAttention:
             V_TRANSPOSED=g.v_transposed, QUANTISE=quantise, BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_V=block_v,
             num_warps=4,
         )  # fmt: skip
+
+    def prologue(
+        self,
+        layer: int,
+        step: Step,
+        qkv: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """`octavo.interfaces.FusedPrologue`: q is turned in place, K and V go to the cache."""
+        bound = self._layers[layer]
+        g, cache, facts = bound.geometry, bound.cache, bound.layer
+        tokens, heads, dim = qkv.shape
+        rotary = cos.shape[-1]
+        if g.k_dim != dim or g.v_dim != dim or not (qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+            raise ValueError(f"layer {layer}: qkv {list(qkv.shape)} is not dense, or not as wide as K {g.k_dim} and V {g.v_dim}")
+        q = qkv[:, : facts.num_heads]
+        if tokens == 0:
+            return q
+        half, rest = _pow2(rotary // 2), dim - rotary
+        block_h = max(1, min(8, 1024 // half))
+        prologue.prologue_kernel[(tokens, triton.cdiv(heads, block_h))](
+            qkv, qkv if weight is None else weight, cos, sin, step.slot_mapping[bound.group], cache,
+            eps, facts.k_scale, facts.v_scale, write.FP8_MAX.get(cache.dtype, 0.0), qkv.stride(0), cache.stride(0),
+            HEADS=facts.num_heads, KV_HEADS=facts.num_kv_heads, DIM=dim, ROTARY=rotary, NORM=weight is not None,
+            PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base, V_TRANSPOSED=g.v_transposed, QUANTISE=cache.dtype in write.FP8_MAX,
+            BLOCK_H=block_h, BLOCK_HALF=half, BLOCK_REST=_pow2(rest) if rest else 0, PDL=self.pdl, num_warps=4,
+            **({"launch_pdl": True} if self.pdl else {}),
+        )  # fmt: skip
+        return q
 
     def run(self, layer: int, step: Step, q: torch.Tensor, out: torch.Tensor, *, lse: torch.Tensor | None = None) -> torch.Tensor:
         """Causal attention of q [T, heads, k_dim]; fills out [T, heads, v_dim] and lse (natural log, float32 [T, heads])."""

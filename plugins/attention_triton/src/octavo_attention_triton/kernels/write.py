@@ -14,12 +14,18 @@ FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @triton.jit
-def _store(x, scale, limit, target, mask, QUANTISE: tl.constexpr):
+def quantised(x, scale, limit, QUANTISE: tl.constexpr):
+    """x as an FP8 cache takes it (float32, divided by the scale and saturated); x where it is no FP8 cache."""
     if QUANTISE:
-        x = tl.div_rn(x.to(tl.float32), scale)
+        x = tl.div_rn(x.to(tl.float32), scale + tl.zeros_like(x).to(tl.float32))
         # Saturate, so that a value past the range never turns into NaN; a NaN stays visible as NaN.
         x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(target, x.to(target.dtype.element_ty), mask=mask)
+    return x
+
+
+@triton.jit
+def _store(x, scale, limit, target, mask, QUANTISE: tl.constexpr):
+    tl.store(target, quantised(x, scale, limit, QUANTISE).to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
