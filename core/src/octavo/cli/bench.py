@@ -15,12 +15,13 @@ from octavo.bench.workloads import SHAPES, WORKLOADS, workload, write_shape
 from octavo.cli.console import Stages
 from octavo.cli.flags import add_flags, add_model, read
 from octavo.config import EngineConfig
+from octavo.errors import ConfigError
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        usage="octavo bench {offline,serve,startup,step,shape,allocator,kernel} ...",
+        usage="octavo bench {offline,serve,startup,step,shape,allocator,kernel,perplexity} ...",
         description="Measure. Every benchmark takes --json, which prints each figure with settings, versions and commit.",
     )
     kinds = parser.add_subparsers(metavar="BENCHMARK", required=True, title="benchmarks", dest="benchmark")
@@ -31,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     _shape(kinds)
     _allocator(kinds)
     _kernel(kinds)
+    _perplexity(kinds)
 
 
 def _offline(kinds: Any) -> None:
@@ -300,6 +302,37 @@ def _run_kernel(args: argparse.Namespace) -> int:
         log=lambda text: print(text, file=sys.stderr if args.json else sys.stdout, flush=True),
     )
     return _print_json(record) if args.json else 0
+
+
+def _perplexity(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "perplexity",
+        help="how well a model predicts a text: what a weight format or a KV dtype costs",
+        usage="octavo bench perplexity [MODEL] --text FILE [--window N] [--limit N] [--json] [options]",
+        description="Perplexity of a text through the engine, in windows that do not overlap.",
+    )
+    add_model(parser)
+    parser.add_argument("--text", required=True, metavar="FILE", help="The text, UTF-8.")
+    parser.add_argument("--window", type=_count, default=1024, metavar="N", help="Tokens of context. [default: 1024]")
+    parser.add_argument("--limit", type=_count, metavar="N", help="Windows at most; default is the whole text.")
+    _json_flag(parser)
+    add_flags(parser, EngineConfig)
+    parser.set_defaults(func=_run_perplexity)
+
+
+def _run_perplexity(args: argparse.Namespace) -> int:
+    config = read(EngineConfig, args)
+    try:
+        text = Path(args.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {args.text}: cannot be read as UTF-8 text: {error}") from error
+    from octavo.bench.perplexity import measure
+
+    with Stages() as stages:
+        record = measure(config, text, window=args.window, limit=args.limit, tell=stages.tell)
+    if args.json:
+        return _print_json(record)
+    return _print_table([f"perplexity {record['perplexity']:.4f} over {record['tokens']} tokens, {record['wall_s']:.1f} s"], {})
 
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:
