@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 compute what transformers computes, from the checkpoints that transformers writes.
+"""DeepSeek V2, V3 and V3.2 compute what transformers computes, from the checkpoints that transformers writes.
 
 Oracle: transformers' eager models of tiny random configs, float32, to 1e-4. The cache is NaN wherever nothing was written.
 """
@@ -42,6 +42,11 @@ V3 = V2 | {
 }  # fmt: skip
 del V3["topk_method"]
 
+# Many index heads, for with few of them scores that relu makes exactly zero tie, and a tie may be broken either way.
+V32 = V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 16, "index_topk": 6,
+}  # fmt: skip
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "v2 lite": V2 | {"q_lora_rank": None},
     "v2, groups and yarn": V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": YARN,
@@ -52,6 +57,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "v3, yarn": V3 | {"rope_parameters": YARN | {"mscale_all_dim": 1.0}},
     "v3, half-split rope, plain weights": V3 | {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     "v3, all dense": V3 | {"first_k_dense_replace": 3},
+    "v3.2": V32,
+    "v3.2, yarn": V32 | {"rope_parameters": YARN | {"mscale_all_dim": 1.0}},
 }  # fmt: skip
 
 
@@ -105,6 +112,15 @@ def test_rows_of_a_step_do_not_meet(case: tuple[dict[str, Any], dict[str, Tensor
     close(third, right[:4])
 
 
+def test_an_index_that_chooses_every_key_is_full_attention(tmp_path: Path) -> None:
+    """And one that chooses fewer is not: the comparison above would hold of a model that ignores its index."""
+    _, tensors = model_and_tensors(V32, tmp_path)
+    every, few = (bare(V32 | {"index_topk": top}, tensors).feed(0, TOKENS, [len(TOKENS)]) for top in (len(TOKENS) + 1, 6))
+    full = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}
+    close(every, bare(V3, full).feed(0, TOKENS, [len(TOKENS)]))
+    assert float((few[7:] - every[7:]).abs().max()) > 0.1
+
+
 def test_layers_past_the_last_are_skipped_by_name(tmp_path: Path) -> None:
     """The checkpoint of V3 holds a layer that predicts further ahead; nothing else may be left over."""
     _, tensors = model_and_tensors(V3, tmp_path)
@@ -121,6 +137,8 @@ def test_a_token_takes_one_latent_entry_in_each_layer() -> None:
     facts = DeepseekAdapter(None, None).facts(V3, "bfloat16", "auto")
     assert {(s.kind, s.heads, s.k_dim, s.v_dim, s.dtype) for s in facts.kv_specs} == {("latent", 1, 40, 32, "bfloat16")}
     assert len(facts.kv_specs) == 3
+    sparse = DeepseekAdapter(None, None).facts(V32, "bfloat16", "auto")
+    assert [(s.kind, s.k_dim, s.v_dim) for s in sparse.kv_specs] == [("latent", 40, 32)] * 3 + [("latent", 16, 16)] * 3
 
 
 # transformers 5.24: factor 40 with mscale_all_dim 1 and 0.707 (formats page)

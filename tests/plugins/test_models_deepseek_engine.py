@@ -29,6 +29,9 @@ CONFIG: dict[str, Any] = {
     "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_group": 4, "topk_group": 2,
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+V32 = CONFIG | {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 16, "index_topk": 24,
+}  # fmt: skip
 PROMPT = [5 + (7 * i) % 500 for i in range(70)]
 
 
@@ -47,13 +50,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         sys.path.remove(path)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, installed: None) -> tuple[Path, Any]:
+@pytest.fixture(scope="module", params=[CONFIG, V32], ids=["v3", "v3.2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, installed: None) -> tuple[Path, Any]:
     """A folder, and transformers' model of it."""
     folder = tmp_path_factory.mktemp("deepseek")
-    right = transformers_model(CONFIG)
+    right = transformers_model(request.param)
     right.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(request.param))
     write_text_files(folder)
     return folder, right
 
@@ -69,7 +72,7 @@ def greedy(engine: LLM, prompts: list[list[int]], count: int) -> list[list[int]]
 
 def test_greedy_tokens_are_transformers_tokens_with_and_without_a_cached_prefix(model: tuple[Path, Any]) -> None:
     folder, right = model
-    prompts = [PROMPT, PROMPT[:64] + [9, 8, 7], PROMPT[:3]]
+    prompts = [PROMPT, [*PROMPT[:64], 9, 8, 7], PROMPT[:3]]
     with torch.inference_mode():
         expected = [
             right.generate(torch.tensor([p]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, len(p) :].tolist()
@@ -93,7 +96,8 @@ def test_explain_names_the_latent_group_and_what_a_token_costs(model: tuple[Path
     plan = plan_engine(EngineConfig(model=str(folder), dtype="bfloat16", max_model_len=160, device="cpu"), discover())
     told = plan.explain()
     assert told["decisions"]["model"]["chosen"] == "deepseek"
-    (group,) = told["kv_cache"]["groups"]
-    assert group["kind"] == "latent" and group["layers"] == [0, 1, 2]
-    assert group["page_bytes"] == group["block_size"] * 40 * 2
-    assert group["bytes_per_token"] == 3 * 40 * 2 == told["kv_cache"]["bytes_per_token"]
+    main, *index = told["kv_cache"]["groups"]
+    assert main["kind"] == "latent" and main["layers"] == [0, 1, 2]
+    assert main["bytes_per_token"] == 3 * 40 * 2
+    assert [group["bytes_per_token"] for group in index] == ([3 * 16 * 2] if "v32" in plan.source.config["model_type"] else [])
+    assert told["kv_cache"]["bytes_per_token"] == sum(group["bytes_per_token"] for group in told["kv_cache"]["groups"])

@@ -15,7 +15,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\..+")
 
 
 class DeepseekAdapter:
-    """interfaces.ModelAdapter of DeepSeek V2 and V3."""
+    """interfaces.ModelAdapter of DeepSeek V2, V3 and V3.2."""
 
     def __init__(self, options: Any, parts: None) -> None:
         self._layers: int | None = None
@@ -23,7 +23,7 @@ class DeepseekAdapter:
     def facts(self, config: Mapping[str, Any], dtype: str, kv_dtype: str) -> ModelFacts:
         """Geometry of a config.json. kv_dtype "auto" is the model's dtype."""
         model = read_deepseek(config)
-        layers = tuple(model.attention_layer(index) for index in range(model.num_layers))
+        layers = model.caches()
         kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
         return ModelFacts(
             architecture=model.architecture,

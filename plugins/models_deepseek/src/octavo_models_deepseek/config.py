@@ -28,6 +28,7 @@ class Family:
     defaults: Mapping[str, Any]
     sigmoid: bool  # router scores: sigmoid with a correction bias, else softmax without
     interleave: bool | None  # RoPE pairs (2j, 2j + 1); None: the config's rope_interleave says, and it is true by default
+    indexed: bool = False  # an index chooses the keys that a token attends to
 
 
 _COMMON: dict[str, Any] = {
@@ -41,6 +42,7 @@ _V3: dict[str, Any] = _COMMON | {
     "max_position_embeddings": 4096, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
     "topk_group": 4, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
 }  # fmt: skip
+_V32: dict[str, Any] = _V3 | {"max_position_embeddings": 163840, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 _V2: dict[str, Any] = _COMMON | {
     "max_position_embeddings": 2048, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": None, "n_group": None,
     "topk_group": None, "moe_intermediate_size": 1407, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "topk_method": "greedy",
@@ -49,13 +51,22 @@ _V2: dict[str, Any] = _COMMON | {
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(_V2, sigmoid=False, interleave=True),
     "DeepseekV3ForCausalLM": Family(_V3, sigmoid=True, interleave=None),
+    "DeepseekV32ForCausalLM": Family(_V32, sigmoid=True, interleave=True, indexed=True),
 }
 
 REFUSED: dict[str, str] = {
-    "DeepseekV32ForCausalLM": "its attention chooses keys by an indexer",
     "DeepseekV4ForCausalLM": "its layers attend to compressed entries of closed windows, and its residual stream has four lanes",
 }
 """Architectures that are known and not built, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """The indexer of sparse attention: heads of `dim`, which choose `top` keys a token."""
+
+    heads: int
+    dim: int
+    top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +100,23 @@ class DeepseekConfig:
     corrected: bool
     experts: ExpertsSpec | None
     shared: int
+    index: IndexConfig | None
 
     def attention_layer(self, index: int) -> AttentionLayer:
         """Layer `index` as the attention backend sees it: every head against the one shared latent."""
         return AttentionLayer(index, self.num_heads, 1, self.latent + self.rope.dim, self.latent, self.scale)
+
+    def index_layer(self, number: int) -> AttentionLayer:
+        """The cache of an indexer's keys; number is its place among all caches, past the attention layers'."""
+        assert self.index is not None
+        return AttentionLayer(number, self.index.heads, 1, self.index.dim, self.index.dim, self.index.dim**-0.5)
+
+    def caches(self) -> tuple[AttentionLayer, ...]:
+        """Every paged cache of the model in order: the attention layers', then the indexers'."""
+        layers = [self.attention_layer(i) for i in range(self.num_layers)]
+        if self.index is not None:
+            layers += [self.index_layer(self.num_layers + i) for i in range(self.num_layers)]
+        return tuple(layers)
 
 
 def read_deepseek(config: Mapping[str, Any]) -> DeepseekConfig:
@@ -141,6 +165,7 @@ def read_deepseek(config: Mapping[str, Any]) -> DeepseekConfig:
         corrected=family.sigmoid,
         experts=experts,
         shared=shared,
+        index=_index(read, rope_dim) if family.indexed else None,
     )
 
 
@@ -169,6 +194,15 @@ def _mixture(read: _Reader, family: Family) -> tuple[Routing, ExpertsSpec, int]:
     )
     shared = 0 if read.absent("n_shared_experts") else read.count("n_shared_experts", low=0) * inner
     return routing, ExpertsSpec(count=count, hidden=read.count("hidden_size"), inner=inner, top_k=top_k), shared
+
+
+def _index(read: _Reader, rope_dim: int) -> IndexConfig:
+    index = IndexConfig(read.count("index_n_heads"), read.count("index_head_dim"), read.count("index_topk"))
+    if index.dim < rope_dim:
+        raise LoadError(f"index_head_dim {index.dim} is less than the {rope_dim} of qk_rope_head_dim")
+    if read.absent("q_lora_rank"):
+        raise LoadError("q_lora_rank is missing from the config: the indexer reads the low-rank query")
+    return index
 
 
 def _grouped(read: _Reader) -> bool:

@@ -21,6 +21,7 @@ from octavo.model.parameter import Parameter
 from torch import Tensor
 
 from octavo_models_deepseek.config import LATENT_NORM_EPS, DeepseekConfig
+from octavo_models_deepseek.indexer import Indexer
 
 
 class LatentNorm:
@@ -88,10 +89,15 @@ class LatentAttention:
         self._attend = parts.attention(config.attention_layer(index))
         self._heads, self._nope, self._rope_dim, self._latent = heads, config.nope, config.rope.dim, config.latent
         self._interleave, self._width = config.interleave, heads * config.v_dim
-        self.activation = self._inputs[0].activation if len(self._inputs) == 1 else "plain"
+        self._indexer: Indexer | None = None
+        if config.index is not None:
+            self._indexer = Indexer(f"{name}.indexer", config, config.index, config.num_layers + index, parts)
+        # Several readers of one input take it plain.
+        alone = len(self._inputs) == 1 and self._indexer is None
+        self.activation = self._inputs[0].activation if alone else "plain"
 
     def finish(self) -> None:
-        parts = [*self._inputs, self._q_norm, self._q_b, self._kv_norm, self._expansion, self._output]
+        parts = [*self._inputs, self._q_norm, self._q_b, self._kv_norm, self._expansion, self._output, self._indexer]
         for part in parts:
             if part is not None:
                 part.finish()
@@ -99,13 +105,18 @@ class LatentAttention:
     def __call__(self, step: Step, x: Tensor, angles: Angles) -> Tensor:
         both = self._inputs[0](x) if len(self._inputs) == 1 else torch.cat([linear(x) for linear in self._inputs], -1)
         q, latent, key = both.split_with_sizes(self._split, -1)
+        select = None
         if self._q_b is not None:
             assert self._q_norm is not None
-            q = self._q_b(self._q_norm(q))
+            low = self._q_norm(q)
+            q = self._q_b(low)
+            if self._indexer is not None:
+                select = self._indexer(step, x, low, angles)
         q = q.reshape(-1, self._heads, self._nope + self._rope_dim)
         latent = self._kv_norm(latent)
         query, entry = self._turned(q, latent, key, angles)
-        found = self._attend(step, query, entry, entry[..., : self._latent])  # [T, heads, latent]
+        value = entry[..., : self._latent]
+        found = self._attend.over(step, query, entry, value, select) if self._indexer else self._attend(step, query, entry, value)
         out = torch.bmm(found.transpose(0, 1), self._expansion.value)  # [heads, T, v]
         return self._output(out.transpose(0, 1).reshape(-1, self._width))
 
