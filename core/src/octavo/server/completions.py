@@ -18,7 +18,7 @@ from octavo.server.answers import ChatAnswer, CompletionAnswer
 from octavo.server.generation import Job
 from octavo.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, conversation
 from octavo.server.runs import body_of, check_samples, docs, raw_jobs, resolve, run
-from octavo.server.service import Service, State
+from octavo.server.service import Service, State, principal
 from octavo.text.chat import render_chat
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -82,15 +82,17 @@ def _card(state: Service, name: str) -> dict[str, Any]:
 
 
 @router.get("/models")
-async def models(state: State) -> dict[str, Any]:
-    """The served names."""
+async def models(request: Request, state: State) -> dict[str, Any]:
+    """The served names that the caller may use."""
     state.engine(None)  # 503 while nothing serves
-    return {"object": "list", "data": [_card(state, name) for name in state.names if state.models.find(name).present]}
+    names = filter(principal(request).may_use, state.names)
+    return {"object": "list", "data": [_card(state, name) for name in names if state.models.find(name).present]}
 
 
 @router.get("/models/{name:path}")
-async def model(name: str, state: State) -> dict[str, Any]:
+async def model(name: str, request: Request, state: State) -> dict[str, Any]:
     """One served name; names may contain slashes."""
     if not name:
         raise HTTPException(404)
+    principal(request).check_model(state.model(name))
     return _card(state, state.model(name))

@@ -25,12 +25,14 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
     500: "internal_error",
     503: "service_unavailable",
+    504: "timeout_error",
 }
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "unsupported_media_type"}
 _REFUSED = {"queue_full": 429, "no_capacity": 429, "too_large": 400, "draining": 503}
@@ -64,6 +66,10 @@ class ApiError(OctavoError):
     def event(self) -> bytes:
         """The one error event that ends a stream which has begun; no `[DONE]` follows it."""
         return b"data: " + json.dumps(self.envelope).encode() + b"\n\n"
+
+
+class DeadlineExceeded(OctavoError):
+    """The request's own deadline passed before its answer was complete."""
 
 
 class GenerationFailed(OctavoError):
@@ -107,6 +113,15 @@ def to_api_error(exc: BaseException, request_id: str = "") -> ApiError:
             return ApiError(404, str(exc), param="model", code="model_not_found")
         case EngineDead():
             return ApiError(503, f"The engine has stopped: {exc}", code="engine_dead")
+        case DeadlineExceeded():
+            # the client's library must not try again by itself: it would only be late once more
+            return ApiError(
+                504,
+                "The deadline passed before the answer was complete.",
+                param="deadline",
+                code="deadline_exceeded",
+                headers={"x-should-retry": "false"},
+            )
         case Cut():
             return ApiError(503, str(exc), code="aborted")
         case GenerationFailed():

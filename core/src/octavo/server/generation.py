@@ -13,8 +13,9 @@ from typing import TypeVar, cast
 
 from octavo.engine.async_llm import AsyncLLM
 from octavo.request import SamplingParams
-from octavo.server.errors import Cut, GenerationFailed
+from octavo.server.errors import Cut, DeadlineExceeded, GenerationFailed
 from octavo.server.records import Record
+from octavo.server.tenants import Principal
 from octavo.text.output import RequestOutput
 
 T = TypeVar("T")
@@ -37,7 +38,8 @@ class Generation:
 
     start returns once every prompt is admitted and has its first output; it raises what the first
     failing prompt raised (RequestError, AdmissionRefused, EngineDead), with the others aborted by close.
-    A consumer that is slow gets fewer, larger deltas.
+    A consumer that is slow gets fewer, larger deltas. domain: the caller's, or narrower; deadline: seconds
+    from now. Generated tokens are charged to the caller as they come, or all at the end without delta.
     """
 
     def __init__(
@@ -46,13 +48,14 @@ class Generation:
         jobs: Sequence[Job],
         record: Record,
         *,
+        caller: Principal,
+        domain: str,
         priority: int = 0,
-        tenant: str = "",
-        domain: str = "",
+        deadline: float | None = None,
         delta: bool,
     ) -> None:
         self.jobs = list(jobs)
-        self._record = record
+        self._record, self._quota, self._deadline = record, caller.quota, deadline
         self._streams = [
             cast(
                 AsyncGenerator[RequestOutput, None],
@@ -61,8 +64,10 @@ class Generation:
                     job.params,
                     record.id,
                     priority=priority,
-                    tenant=tenant,
+                    tenant=caller.tenant,
+                    weight=caller.weight,
                     domain=domain,
+                    deadline=deadline,
                     delta=delta,
                 ),
             )
@@ -126,13 +131,16 @@ class Generation:
         return [self._account(output) for output in await _all([end(i) for i in range(len(self._streams))])]
 
     def _account(self, output: RequestOutput) -> RequestOutput:
-        """Count what is new. Raises GenerationFailed or Cut where a sample did not end by itself."""
+        """Count what is new. Raises GenerationFailed, DeadlineExceeded or Cut where a sample did not end by itself."""
         for sample in output.outputs:
             self._record.completion_tokens += len(sample.token_ids)
+            self._quota.use_tokens(len(sample.token_ids))
             if sample.finish_reason is not None:
                 self._record.on_finish(sample.finish_reason)
             if sample.finish_reason == "error":
                 raise GenerationFailed(output.error or "The generation failed.")
+            if sample.finish_reason == "abort" and self._deadline is not None:
+                raise DeadlineExceeded  # nothing else makes the engine abort a request that has one
             if sample.finish_reason == "abort":
                 raise Cut(output.error or "The request was ended before it was complete.")
         return output

@@ -25,9 +25,10 @@ _DRAIN_SECONDS = 2.0
 _JSON = ("", "application/json")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
     """The request's body, at most `limit` bytes. Raises ApiError 413 as soon as it is known to be
-    larger (from Content-Length, else while it arrives) and 415 for a body that is declared not to be JSON.
+    larger (from Content-Length, else while it arrives), 415 for a body that is declared not to be JSON,
+    and 408 when it has not arrived after `seconds`: however slowly it drips, a body has so long and no longer.
 
     A body without a content type is taken as JSON. One declared as text or as a form is not: that is
     what a web page can send across origins without being asked.
@@ -38,6 +39,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read(request, limit)
+    except TimeoutError:
+        message = f"The request body did not arrive within {seconds:g} s (--body-timeout)."
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():

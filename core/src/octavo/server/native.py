@@ -28,7 +28,7 @@ from octavo.server.protocol import (
     conversation,
 )
 from octavo.server.runs import body_of, docs, raw_jobs, run
-from octavo.server.service import State
+from octavo.server.service import Service, State, principal
 from octavo.text.chat import render_chat
 
 router = APIRouter()
@@ -87,40 +87,47 @@ async def generate(request: Request, state: State) -> Response:
     return await run(request, state, body, prepare, lambda rid, jobs, llm: GenerateAnswer(rid, model, jobs))
 
 
+def _tokenizer_of(request: Request, state: Service, name: str | None) -> AsyncLLM:
+    """The engine whose tokenizer a request wants. Raises what refuses it."""
+    principal(request).check_model(state.model(name))
+    return state.open(name)
+
+
 @router.post("/tokenize", tags=["tokenizer"], openapi_extra=docs(TokenizeRequest))
 async def tokenize(request: Request, state: State) -> dict[str, Any]:
     """Token ids of a text or of a conversation."""
     body = await body_of(request, state, TokenizeRequest)
-    state.model(body.model)
-    llm = state.open(body.model)
+    llm = _tokenizer_of(request, state, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: send either `prompt` or `messages`", param="prompt", code="invalid_value")
-    if body.messages is not None:
-        work = asyncio.to_thread(
-            render_chat,
-            llm.tokenizer,
-            conversation(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
-        )
-    else:
-        add_special = body.add_special_tokens is not False
-        work = asyncio.to_thread(llm.tokenizer.encode, body.prompt or "", add_special=add_special)
-    ids = await while_connected(request, work)
+    with principal(request).quota.enter():
+        ids = await while_connected(request, asyncio.to_thread(_encode, llm, body))
     names = [token_name(llm.tokenizer, i) for i in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": llm.info.max_model_len, "tokens": ids, "token_strs": names}
+
+
+def _encode(llm: AsyncLLM, body: TokenizeRequest) -> list[int]:
+    if body.messages is None:
+        return llm.tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
+    return render_chat(
+        llm.tokenizer,
+        conversation(body.messages),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=body.chat_template_kwargs,
+    )
 
 
 @router.post("/detokenize", tags=["tokenizer"], openapi_extra=docs(DetokenizeRequest))
 async def detokenize(request: Request, state: State) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
     body = await body_of(request, state, DetokenizeRequest)
-    state.model(body.model)
-    llm = state.open(body.model)
+    llm = _tokenizer_of(request, state, body.model)
     wrong = next((i for i in body.tokens if not 0 <= i < llm.info.vocab_size), None)
     if wrong is not None:
         raise ApiError(
             400, f"tokens: {wrong} is outside the vocabulary [0, {llm.info.vocab_size})", param="tokens", code="invalid_value"
         )
-    text = await while_connected(request, asyncio.to_thread(llm.tokenizer.decode, body.tokens, skip_special_tokens=False))
+    with principal(request).quota.enter():
+        work = asyncio.to_thread(llm.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = await while_connected(request, work)
     return {"prompt": text}

@@ -18,6 +18,7 @@ from octavo.server.limits import MAX_LOGIT_BIAS, MAX_MESSAGES
 from octavo.server.wire import Wire
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_DEADLINE = 86400  # seconds
 _NO_TOOLS = "this server has no tool calling yet; remove the field"
 
 
@@ -67,9 +68,20 @@ class Sampling(Wire):
     stop_token_ids: Ids = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    model: str | None = None
     priority: int | None = None
+    deadline: float | None = Field(None, gt=0, le=MAX_DEADLINE, allow_inf_nan=False)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     stream: bool | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """The most tokens that the client asked for itself, under whatever name."""
+        return self.max_tokens
+
+    def rename(self, param: str | None) -> str | None:
+        """The client's own name of a SamplingParams field, for errors."""
+        return param
 
     def params(self, **over: Any) -> SamplingParams:
         """The SamplingParams of this body; `over` replaces or adds fields. Raises RequestError."""
@@ -109,7 +121,6 @@ class _OpenAI(Sampling):
     change no output, and the prefix cache needs no hint.
     """
 
-    model: str | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
     user: str | None = None
@@ -238,10 +249,14 @@ class ChatRequest(_OpenAI):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
     def to_params(self) -> SamplingParams:
         """Raises ApiError or RequestError, with the chat protocol's own field names."""
         self.check_stream()
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        limit = self.asked_tokens
         if self.max_tokens is not None and limit != self.max_tokens:
             raise ApiError(
                 400,
@@ -257,7 +272,6 @@ class ChatRequest(_OpenAI):
         return self.params(**over)
 
     def rename(self, param: str | None) -> str | None:
-        """The chat protocol's name of a SamplingParams field, for errors."""
         if param == "logprobs":
             return "top_logprobs"
         if param == "max_tokens" and self.max_completion_tokens is not None:
@@ -269,15 +283,20 @@ class GenerateRequest(Sampling):
     """POST /generate: one prompt (text or token ids), or a list of them, and sampling fields."""
 
     prompt: Any
-    model: str | None = None
     max_new_tokens: int | None = None
     best_of: int | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_tokens is not None else self.max_new_tokens
 
     def to_params(self) -> SamplingParams:
         if self.max_tokens is not None and self.max_new_tokens not in (None, self.max_tokens):
             raise ApiError(400, "max_new_tokens and max_tokens differ; send one", param="max_new_tokens", code="invalid_value")
-        limit = self.max_tokens if self.max_tokens is not None else self.max_new_tokens
-        return self.params(max_tokens=limit)
+        return self.params(max_tokens=self.asked_tokens)
+
+    def rename(self, param: str | None) -> str | None:
+        return "max_new_tokens" if param == "max_tokens" and self.max_new_tokens is not None else param
 
 
 class TokenizeRequest(Wire):

@@ -118,11 +118,17 @@ class Quota:
 
 
 class Place:
-    """One running request of a tenant, until `close`."""
+    """One running request of a tenant, until `close` or the end of a `with` block."""
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
         self._open = True
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Idempotent."""

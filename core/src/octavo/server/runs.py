@@ -7,6 +7,8 @@ over its client, and the same account in log and metrics. A route supplies its p
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -17,11 +19,12 @@ from starlette.responses import Response
 from octavo.engine.async_llm import AsyncLLM
 from octavo.request import ModelInfo, SamplingParams, check_request
 from octavo.server.clients import ClientGone, EventStream, while_connected
-from octavo.server.errors import ApiError, to_api_error
+from octavo.server.errors import ApiError, DeadlineExceeded, to_api_error
 from octavo.server.generation import Generation, Job
 from octavo.server.limits import MAX_PROMPTS, MAX_SAMPLES, read_body
-from octavo.server.protocol import Sampling, prompts
+from octavo.server.protocol import MAX_DEADLINE, Sampling, prompts
 from octavo.server.service import Service, principal
+from octavo.server.tenant_file import Limits
 from octavo.server.wire import Wire, parse
 from octavo.text.output import RequestOutput
 
@@ -38,7 +41,7 @@ class Shape(Protocol):
 
 async def body_of(request: Request, state: Service, model: type[M]) -> M:
     """The request's body as `model`. Raises ApiError."""
-    return parse(model, await read_body(request, state.config.max_body_bytes))
+    return parse(model, await read_body(request, state.config.max_body_bytes, state.config.body_timeout))
 
 
 def docs(model: type[Wire]) -> dict[str, Any]:
@@ -58,23 +61,28 @@ async def run(
     """Generate and answer. `prepare` makes the prompts (off the event loop where that takes time); `shape`
     gets the request's id, the jobs and the engine. The model is held from here to the answer's end, so
     that nothing takes it away in between. Raises what `errors.to_api_error` knows, before an answer begins."""
-    lease = state.lease(getattr(body, "model", None))
+    caller = principal(request)
+    caller.check_model(state.model(body.model))
+    lease = state.lease(body.model)
     llm, record = lease.llm, state.record(request, lease)
     request.scope["octavo.model"] = lease.model.name
     generation = None
     streaming = False
     try:
-        priority = state.priority(body.priority, request, llm)
-        jobs = await while_connected(request, prepare(llm))
+        place = caller.quota.enter()
+        record.at_end.append(lambda _: place.close())
+        priority, deadline = state.priority(body.priority, request, llm), deadline_of(body, request)
+        jobs = within(await while_connected(request, prepare(llm)), body, caller.limits)
         if state.config.log_requests_on_error:
             record.prompt = lambda: _shown(jobs, llm)
-        caller = principal(request)
+        caller.quota.admit_prompt(sum(len(job.ids) for job in jobs))
         generation = Generation(
             llm,
             jobs,
             record,
             priority=priority,
-            tenant=caller.tenant,
+            deadline=_left(deadline, record.arrived),
+            caller=caller,
             domain=_domain(caller.domain, body.cache_salt),
             delta=bool(body.stream),
         )
@@ -102,6 +110,55 @@ async def run(
 def _shown(jobs: Sequence[Job], llm: AsyncLLM) -> str:
     """The prompts of a failed request, for a log that was asked to hold them."""
     return repr([job.text if job.text is not None else llm.tokenizer.decode(job.ids, skip_special_tokens=False) for job in jobs])
+
+
+def deadline_of(body: Sampling, request: Request) -> float | None:
+    """Seconds that the whole answer may take, from the body or the header `x-octavo-deadline`. Raises ApiError."""
+    header = request.headers.get("x-octavo-deadline")
+    if body.deadline is not None or header is None:
+        return body.deadline
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_DEADLINE:
+        name = "x-octavo-deadline"
+        message = f"{name}: must be seconds above 0 and at most {MAX_DEADLINE}, got {header[:40]!r}"
+        raise ApiError(400, message, param=name, code="invalid_value")
+    return seconds
+
+
+def _left(deadline: float | None, arrived: float) -> float | None:
+    """What tokenising has left of a deadline. Raises DeadlineExceeded."""
+    if deadline is None:
+        return None
+    left = deadline - (time.perf_counter() - arrived)
+    if left <= 0:
+        raise DeadlineExceeded
+    return left
+
+
+def within(jobs: list[Job], body: Sampling, limits: Limits) -> list[Job]:
+    """The jobs as far as the caller's own limits allow: what was asked for beyond them raises ApiError, what was
+    left to us is cut down to them."""
+    most, longest = limits.max_tokens, limits.max_input_tokens
+    if longest is not None and (length := max(len(job.ids) for job in jobs)) > longest:
+        raise _beyond(body.rename("prompt"), f"{length} tokens are more than", "max_input_tokens", longest)
+    if most is None:
+        return jobs
+    if body.asked_tokens is not None and body.asked_tokens > most:
+        raise _beyond(body.rename("max_tokens"), f"{body.asked_tokens} is more than", "max_tokens", most)
+    if (body.min_tokens or 0) > most:
+        raise _beyond("min_tokens", f"{body.min_tokens} is more than", "max_tokens", most)
+    return [Job(job.ids, job.text, _shortened(job.params, most)) for job in jobs]
+
+
+def _shortened(params: SamplingParams, most: int) -> SamplingParams:
+    return msgspec.structs.replace(params, max_tokens=min(params.max_tokens or most, most))
+
+
+def _beyond(param: str | None, what: str, limit: str, most: int) -> ApiError:
+    return ApiError(400, f"{param}: {what} this key's limit {limit} of {most}", param=param, code="limit_exceeded")
 
 
 def _domain(domain: str, salt: str | None) -> str:
