@@ -1,7 +1,7 @@
 """Under any pressure a request gets the tokens that it gets alone (CPU, fp32).
 
-Interleaving, chunk size, block size, preemption, prefix cache, late results, aborts and forks are
-drawn by hypothesis; the oracle is the same engine class with room for everything, running one
+Interleaving, chunk size, block size, preemption, swap space, prefix cache, late results, aborts and forks
+are drawn by hypothesis; the oracle is the same engine class with room for everything, running one
 request at a time. Results come 0, 1 and 3 steps late, as from an asynchronous device.
 """
 
@@ -64,6 +64,11 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     return spec
 
 
+def host_memory(slots: int, block_size: int) -> float:
+    """--swap-space in GiB for so many blocks of TINY1: 2 heads of 16 + 16 float32."""
+    return slots * block_size * 2 * 32 * 4 / 2**30
+
+
 @st.composite
 def pressures(draw: st.DrawFn) -> dict[str, Any]:
     block = draw(st.sampled_from([1, 4, 5, 16]))
@@ -75,6 +80,8 @@ def pressures(draw: st.DrawFn) -> dict[str, Any]:
         "max_num_seqs": draw(st.integers(1, 5)),
         "enable_prefix_caching": draw(st.booleans()),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "swap_space": host_memory(draw(st.sampled_from([0, 0, 1, 2, longest, 4 * longest])), block),
+        "preemption_mode": "swap",
     }
 
 

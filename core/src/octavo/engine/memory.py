@@ -12,6 +12,7 @@ The rule of the moving size, every INTERVAL seconds, by KV use (used and pinned 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from octavo.engine.sizing import LEAST_UTILIZATION, MOST_UTILIZATION, PoolRange
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 ALERT_AT, ALERT_ENDS = 0.95, 0.90
 """KV use at which the alert begins, and below which it ends."""
+
+QUIET = 60.0
+"""Seconds without another alert before the next is logged as a warning: a busy cache crosses the line all the time."""
 
 INTERVAL = 30.0
 GROW_BELOW, GROW_BY = 0.80, 0.02
@@ -35,6 +39,7 @@ class CacheAlert:
         self._allocator = allocator
         self.raised = False
         self.count = 0
+        self._quiet = 0.0  # until then it is not logged again
 
     def see(self, use: float) -> None:
         if self.raised:
@@ -43,7 +48,10 @@ class CacheAlert:
             self.raised = True
             self.count += 1
             evicted = self._allocator.evict()
-            log.warning("KV cache use is %.0f%%: %d cached blocks that are not pinned were evicted", use * 100, evicted)
+            now = time.monotonic()
+            level = logging.WARNING if now >= self._quiet else logging.DEBUG
+            self._quiet = now + QUIET
+            log.log(level, "KV cache use is %.0f%%: %d cached blocks that are not pinned were evicted", use * 100, evicted)
 
 
 class PoolGovernor:

@@ -1,0 +1,197 @@
+"""S7 on a GPU: copies between pool and host memory beside a busy device, and a pool whose tail comes and goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from octavo.cache.pool import Pool  # noqa: E402
+from octavo.cache.swap import CudaSwapSpace, make_swap_space  # noqa: E402
+from octavo.interfaces import CacheLayout, KVGroup, KVSpec  # noqa: E402
+from octavo.request import FROM_HOST, MOVE, TO_HOST  # noqa: E402
+
+from tests.engine.harness import Outcomes, alone, make_engine, request, run, step  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+PAGE = 64 * 1024
+
+
+def small_pool(blocks: int, tensors: int = 4, **options: Any) -> Pool:
+    spec = KVSpec("full", 2, 64, 64, "float32")
+    group = KVGroup(0, spec, tuple(range(tensors)), 64, PAGE)
+    return Pool((group,), (CacheLayout("float32", (PAGE // 4,), PAGE, "flat"),), blocks, "cuda", **options)
+
+
+def busy() -> None:
+    """Some hundred microseconds of work on the current stream."""
+    a = torch.ones((2048, 2048), device="cuda")
+    for _ in range(3):
+        a = a @ a * 1e-4
+
+
+def test_copies_stay_in_order_with_a_busy_stream_of_another_number() -> None:
+    """200 rounds: write, swap out, overwrite, swap in, read; under a stream that is not the default one."""
+    pool = small_pool(160)
+    space = make_swap_space(pool, 100)
+    assert isinstance(space, CudaSwapSpace)
+    rng = np.random.default_rng(0)
+    stream = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    with torch.cuda.stream(stream):
+        pages = pool.words()
+        for turn in range(200):
+            blocks = rng.permutation(160)[:64]
+            back = rng.permutation(160)[:64]
+            slots = rng.permutation(100)[:64]
+            ids, home = torch.from_numpy(blocks).cuda(), torch.from_numpy(back).cuda()
+            if turn % 3 == 0:
+                busy()
+            pattern = torch.arange(64, device="cuda").unsqueeze(1) + 1000 * turn
+            for i, memory in enumerate(pages):
+                memory[ids] = pattern + 7 * i
+            space.copy(TO_HOST, blocks, slots)
+            for memory in pages:
+                memory[ids] = -1  # the block is somebody else's at once
+            space.copy(FROM_HOST, slots, back)
+            for i, memory in enumerate(pages):
+                wrong += (memory[home] != pattern + 7 * i).sum()
+    stream.synchronize()
+    assert int(wrong) == 0
+
+
+def test_a_slot_is_read_before_it_is_written_again() -> None:
+    pool = small_pool(8)
+    space = make_swap_space(pool, 1)
+    pages, slot = pool.words(), np.array([0])
+    for turn in range(50):
+        for memory in pages:
+            memory[0], memory[1] = turn, -turn - 1
+        busy()
+        space.copy(TO_HOST, np.array([0]), slot)
+        space.copy(FROM_HOST, slot, np.array([2]))
+        space.copy(TO_HOST, np.array([1]), slot)
+        space.copy(FROM_HOST, slot, np.array([3]))
+        for memory in pages:
+            assert int(memory[2, 0]) == turn and int(memory[3, -1]) == -turn - 1
+
+
+def test_the_cupy_stream_is_torchs() -> None:
+    """What a CuPy kernel reads after a swap in is what came in (cupy runs on torch's current stream, per launch)."""
+    cupy = pytest.importorskip("cupy")
+    pool = small_pool(16)
+    space = make_swap_space(pool, 8)
+    double = cupy.ElementwiseKernel("int64 x", "int64 y", "y = 2 * x", "octavo_double")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for turn in range(1, 60):
+            pages = pool.words()[0]
+            pages[3] = turn
+            space.copy(TO_HOST, np.array([3]), np.array([5]))
+            pages[3] = -1
+            busy()
+            space.copy(FROM_HOST, np.array([5]), np.array([9]))
+            with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+                doubled = double(cupy.from_dlpack(pages[9]))
+                out = torch.from_dlpack(doubled)
+            assert bool((out == 2 * turn).all())
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("slots", [4, 200])
+def test_a_swapped_sequence_continues_where_it_was(tiny: Path, slots: int, eager: bool) -> None:
+    options: dict[str, Any] = {"device": "cuda", "num_threads": None, "block_size": 16, "enforce_eager": eager}
+    block = 2 * 16 * 2 * 32 * 4  # bytes: two layers of TINY
+    squeezed = make_engine(
+        tiny,
+        num_gpu_blocks_override=17,
+        max_num_seqs=6,
+        max_num_batched_tokens=48,
+        swap_space=slots * block / 2**30,
+        preemption_mode="swap",
+        **options,
+    )
+    roomy = make_engine(tiny, num_gpu_blocks_override=128, **options)
+    asks = [{"prompt": [*range(40, 70), 70 + i], "max_tokens": 100, "ignore_eos": True} for i in range(6)]
+    outcomes = run(squeezed, [request(squeezed, str(i), **ask) for i, ask in enumerate(asks)])
+    stats = squeezed.stats()
+    assert stats.swapped_out > 0 and (slots < 100 or stats.swapped_out == stats.preemptions)
+    for i, ask in enumerate(asks):
+        assert outcomes[str(i), 0].tokens == alone(roomy, request(roomy, "a", **ask))["a", 0].tokens
+
+
+# ---------------------------------------------------------------- a pool that changes its size
+
+
+def test_the_devices_free_memory_follows_the_pool() -> None:
+    pool = small_pool(2048, tensors=8, max_blocks=8192)
+    pages = pool.words()
+    addresses = [memory.data_ptr() for memory in pages]
+    pages[0][5] = 77
+    sizes = {}
+    for blocks in (2048, 8000, 4000, 100):
+        pool.resize(blocks)
+        torch.cuda.synchronize()
+        sizes[blocks] = torch.cuda.mem_get_info()[0]
+        for memory in pages:
+            memory[blocks - 1] = blocks  # its last page is there
+            assert int(memory[blocks - 1, -1]) == blocks
+            memory[pool.scratch] = 1
+        assert int(pages[0][5, 0]) == 77
+    gain = 8 * PAGE
+    for more, fewer in ((8000, 4000), (4000, 2048), (2048, 100)):
+        assert sizes[fewer] - sizes[more] == pytest.approx((more - fewer) * gain, rel=0.1)
+    assert addresses == [memory.data_ptr() for memory in pool.words()]
+    before = torch.cuda.mem_get_info()[0]
+    del pages, memory, pool
+    assert torch.cuda.mem_get_info()[0] - before >= 100 * gain
+
+
+def test_a_growth_without_memory_changes_nothing() -> None:
+    free = torch.cuda.mem_get_info()[0]
+    pool = small_pool(64, tensors=8, max_blocks=2 * free // (8 * PAGE))
+    left = torch.cuda.mem_get_info()[0]
+    with pytest.raises(MemoryError):
+        pool.resize(pool.capacity)
+    assert pool.num_blocks == 64 and torch.cuda.mem_get_info()[0] == left
+    pool.words()[0][63] = 5
+
+
+def test_blocks_move_within_the_pool() -> None:
+    pool = small_pool(600, max_blocks=600)
+    space = make_swap_space(pool, 0)
+    for i, memory in enumerate(pool.words()):
+        memory[:600] = torch.arange(600, device="cuda").unsqueeze(1) + i
+    sources, targets = np.arange(400, 600), np.arange(0, 200)
+    space.copy(MOVE, sources, targets)
+    pool.resize(400)
+    for i, memory in enumerate(pool.words()):
+        assert memory[:200, 0].tolist() == [400 + n + i for n in range(200)]
+
+
+def test_tokens_stay_the_same_while_the_pool_moves_under_captured_graphs(tiny: Path) -> None:
+    options: dict[str, Any] = {"device": "cuda", "num_threads": None, "block_size": 16, "max_num_seqs": 6}
+    moving = make_engine(tiny, num_gpu_blocks_override=40, dynamic_memory=True, dynamic_memory_interval=1e9, **options)
+    still = make_engine(tiny, num_gpu_blocks_override=128, **options)
+    asks = [{"prompt": [*range(40, 70), 70 + i], "max_tokens": 70, "ignore_eos": True} for i in range(6)]
+    governor = moving._watch._governor
+    outcomes: Outcomes = {}
+    for i, ask in enumerate(asks):
+        moving.add(request(moving, str(i), **ask))
+    turn = 0
+    while moving.busy:
+        step(moving, outcomes)
+        turn += 1
+        if turn % 5 == 0:
+            governor.move(0.95 if turn % 10 else 0.4)
+    assert governor.growths > 2 and governor.shrinks > 2
+    for i, ask in enumerate(asks):
+        assert outcomes[str(i), 0].tokens == alone(still, request(still, "a", **ask))["a", 0].tokens
