@@ -242,6 +242,10 @@ class ContinuousScheduler:
         whole = take == known - cached
         row, start = np.array([slot], np.int32), np.array([cached], np.int64)
         enough = whole or self._parts.chunked_prefill
+        if self._running and sequence.parcel is not None and cached < sequence.parcel.computed and not sequence.parcel.lost:
+            self._allocator.release(row)  # it waits for room for all of its parcel: others run, and will give some back
+            self._blocked = (sequence, available)
+            return False
         if not enough or not self._allocator.reserve(row, start, start + take):
             self._allocator.release(row)
             self._blocked = (sequence, available) if enough else None
