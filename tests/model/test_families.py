@@ -13,15 +13,18 @@ import torch
 from octavo.errors import LoadError
 from octavo.interfaces import ModelFacts
 from octavo.model.adapters import DecoderAdapter
-from octavo.testing.model import BareModel, checkpoint, right_logits, transformers_model
+from octavo.testing.model import BareModel, ModelSuite, ModelTarget, checkpoint, right_logits, transformers_model
 
 TOLERANCE = 1e-4
+
+
+ARCHITECTURES = {"gemma3_text": "Gemma3", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}
 
 
 def config(family: str, **over: Any) -> dict[str, Any]:
     """A tiny config.json of a family; a value of `...` removes the key."""
     made: dict[str, Any] = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "architectures": [f"{ARCHITECTURES.get(family, family.capitalize())}ForCausalLM"],
         "model_type": family,
         "vocab_size": 96,
         "hidden_size": 48,
@@ -74,33 +77,55 @@ VARIANTS = {
     "qwen3, late windows": config("qwen3", head_dim=8, use_sliding_window=True, sliding_window=9, max_window_layers=2),
 }
 
+GEMMA = {"hidden_act": ..., "tie_word_embeddings": ..., "rope_theta": ..., "head_dim": 16}
+GEMMA3 = GEMMA | {"query_pre_attn_scalar": 20, "sliding_window": 7}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
+OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 7,
+    "rope_theta": ...,
+    "rms_norm_eps": ...,
+}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 4.0]}
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_logits_equal_transformers_in_any_portions(name: str) -> None:
-    made = VARIANTS[name]
-    oracle = transformers_model(made)
-    prompt = tokens(40)
-    right = right_logits(oracle, prompt)
-    bare = BareModel(DecoderAdapter(None, None), made, checkpoint(oracle, made))
-    for row, portions in enumerate(([40], [1] * 40, [17, 1, 22], [5, 16, 16, 3])):
-        found = bare.feed(row, prompt, portions)
-        error = float((found - right).abs().max())
-        assert error <= TOLERANCE, f"{name}: off by {error:.1e} in portions {portions[:5]}"
+VARIANTS |= {
+    "gemma": config("gemma", **GEMMA),
+    "gemma2": config("gemma2", **GEMMA3),
+    "gemma2, no softcaps": config("gemma2", **GEMMA3, attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma3": config("gemma3_text", **GEMMA3, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    "gemma3, as transformers 4 wrote it": config(
+        "gemma3_text",
+        **GEMMA3 | {"rope_theta": 500000.0},
+        rope_local_base_freq=5000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window_pattern=2,
+    ),
+    "gemma3, capped logits": config("gemma3_text", **GEMMA3, final_logit_softcapping=9.0, attention_bias=True),
+    "phi3": config("phi3", pad_token_id=0),
+    "phi3, window": config("phi3", pad_token_id=0, sliding_window=9),
+    "phi3, long factors": config("phi3", pad_token_id=0, rope_scaling=LONG_ROPE, original_max_position_embeddings=32),
+    "phi3, short factors": config("phi3", pad_token_id=0, rope_scaling=LONG_ROPE, original_max_position_embeddings=64),
+    "phi3, a part of each head turns": config("phi3", pad_token_id=0, partial_rotary_factor=0.5, head_dim=8),
+    "qwen3 moe": config("qwen3_moe", **MOE),
+    "qwen3 moe, some layers dense": config("qwen3_moe", **MOE, mlp_only_layers=[1], norm_topk_prob=True),
+    "qwen3 moe, every second layer, window": config(
+        "qwen3_moe", **MOE, decoder_sparse_step=2, use_sliding_window=True, sliding_window=6
+    ),
+    "mixtral": config("mixtral", num_local_experts=6, num_experts_per_tok=2, rope_theta=...),
+    "gpt-oss": config("gpt_oss", **OSS, max_position_embeddings=131072),
+    "gpt-oss, its own yarn": config(
+        "gpt_oss",
+        **OSS,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+        swiglu_limit=0.5,
+    ),
+}
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen2, late windows", "qwen3"])
-def test_rows_that_share_a_step_do_not_disturb_each_other(name: str) -> None:
-    """A prompt, a chunk and two decodes in one step, each as if it were alone."""
-    made = VARIANTS[name]
-    oracle = transformers_model(made)
-    bare = BareModel(DecoderAdapter(None, None), made, checkpoint(oracle, made))
-    prompts = [tokens(n, seed=n) for n in (30, 21, 1, 50)]
-    done = [12, 20, 0, 0]
-    bare.run([(row, prompt[:n]) for row, (prompt, n) in enumerate(zip(prompts, done, strict=True)) if n])
-    found = bare.run([(row, prompts[row][done[row] :]) for row in (2, 0, 3, 1)])
-    for row, logits in zip((2, 0, 3, 1), found, strict=True):
-        right = right_logits(oracle, prompts[row])[done[row] :]
-        assert float((logits - right).abs().max()) <= TOLERANCE
+class TestFamilies(ModelSuite):
+    target = ModelTarget(DecoderAdapter, VARIANTS)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -154,6 +179,15 @@ def test_a_qwen3_that_does_not_say_has_heads_of_128() -> None:
     ("made", "windows"),
     [
         (config("llama", sliding_window=5), [None, None, None]),
+        (config("phi3"), [None, None, None]),
+        (config("phi3", sliding_window=64), [64, 64, 64]),
+        (config("mixtral", **MOE | {"num_local_experts": 4}), [None, None, None]),
+        (config("qwen3_moe", **MOE, sliding_window=64), [None, None, None]),
+        (config("qwen3_moe", **MOE, sliding_window=64, use_sliding_window=True), [64, 64, 64]),
+        (config("gemma2", **GEMMA3), [7, None, 7]),
+        (config("gemma3_text", **GEMMA3, num_hidden_layers=7), [7, 7, 7, 7, 7, None, 7]),
+        (config("gemma3_text", **GEMMA3 | {"sliding_window": ...}), [4096, 4096, 4096]),
+        (config("gpt_oss", **OSS | {"sliding_window": ...}), [128, None, 128]),
         (config("mistral"), [4096, 4096, 4096]),
         (config("mistral", sliding_window=None), [None, None, None]),
         (config("mistral", sliding_window=64), [64, 64, 64]),
@@ -193,6 +227,29 @@ def test_windows_by_family(made: dict[str, Any], windows: list[int | None]) -> N
 def test_a_wrong_config_is_refused_by_the_name_of_its_key(over: dict[str, Any], named: str) -> None:
     with pytest.raises(LoadError, match=named):
         facts(config("llama", **over))
+
+
+@pytest.mark.parametrize(
+    ("family", "over", "named"),
+    [
+        ("qwen3_moe", {**MOE, "num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        ("qwen3_moe", {**MOE, "num_experts": ...}, "num_experts is missing"),
+        ("qwen3_moe", {**MOE, "mlp_only_layers": ["1"]}, "mlp_only_layers"),
+        ("gemma3_text", {**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {**GEMMA3, "hidden_activation": "relu"}, "hidden_activation 'relu'"),
+        ("gemma3_text", {**GEMMA3, "query_pre_attn_scalar": "20"}, "query_pre_attn_scalar"),
+        ("gemma2", {**GEMMA3, "final_logit_softcapping": -1}, "final_logit_softcapping"),
+        ("gpt_oss", {**OSS, "swiglu_limit": "seven"}, "swiglu_limit"),
+    ],
+)
+def test_what_a_family_alone_has_is_checked_too(family: str, over: dict[str, Any], named: str) -> None:
+    with pytest.raises(LoadError, match=named):
+        facts(config(family, **over))
+
+
+def test_sinks_are_known_before_there_is_a_model() -> None:
+    """An attention backend that has none must be able to refuse."""
+    assert all(layer.has_sinks and layer.sinks is None for layer in facts(config("gpt_oss", **OSS)).layers)
 
 
 @pytest.mark.parametrize(

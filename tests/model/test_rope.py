@@ -256,6 +256,18 @@ def test_the_measured_bounds_hold_and_bfloat16_frequencies_would_break_them() ->
         assert float(((position * exact.bfloat16().double()).cos() - right).abs().max()) > coarse
 
 
+@pytest.mark.parametrize("kind", [None, {"rope_type": "linear", "factor": 8.0}, {"rope_type": "yarn", "factor": 32.0}])
+def test_angles_do_not_drift_up_to_two_to_the_twenty(kind: dict[str, Any] | None) -> None:
+    """Against the same frequencies in float64: the error is that of one rounding, at position 3 and at a million."""
+    rope = read(kind, rope_theta=500000.0)
+    positions = torch.cat((torch.arange(5), (1 << 20) - torch.arange(5), torch.randint(0, 1 << 20, (500,))))
+    cos, sin = rotary(rope, max_len=1 << 20).angles(positions, None)
+    turns = positions.double()[:, None] * inverse_frequencies(rope).double()
+    half = turns.shape[1]
+    assert float((cos[:, 0, :half].double() - turns.cos() * rope.attention_factor).abs().max()) < 2e-7
+    assert float((sin[:, 0, half:].double() - turns.sin() * rope.attention_factor).abs().max()) < 2e-7
+
+
 def test_there_is_no_length_at_which_angles_wrap() -> None:
     """No table over positions: past the longest context they go on, and neighbours stay distinct."""
     rope = read({"rope_type": "linear", "factor": 4.0}, max_position_embeddings=4096)

@@ -203,7 +203,9 @@ _attention_bias = _bias("attention_bias")
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(max_position=2048, qkv_bias=_attention_bias, o_bias=_attention_bias, mlp_bias=_bias("mlp_bias")),
     "MistralForCausalLM": Family(max_position=131072, windows=_one_window(4096)),
-    "MixtralForCausalLM": Family(max_position=131072, windows=_one_window(None), norm_eps=1e-5, mixture=_mixtral_mixture),
+    "MixtralForCausalLM": Family(
+        max_position=131072, windows=_one_window(None), norm_eps=1e-5, rope_theta=1e6, mixture=_mixtral_mixture
+    ),
     "Qwen2ForCausalLM": Family(max_position=32768, windows=_late_windows, qkv_bias=lambda config: True),
     "Qwen3ForCausalLM": Family(
         max_position=32768,

@@ -1,9 +1,10 @@
 """Angles of rotary position embeddings: from a RopeConfig and a Step to cos and sin.
 
 Owns the frequency tables. They are plain float32 tensors, not module buffers: nothing that casts a
-model can reach them. Positions, frequencies and their products are float32, and only cos and sin
-are cast to the model's dtype (bfloat16 cannot tell position 256 from 257). There is no table over
-positions, so there is no length past which it would have to wrap or fail.
+model can reach them. They are the frequencies that models were trained with; their product with a position
+is float64, because in float32 it is off by up to 0.06 radians at position 2^20, and only cos and sin are cast to the
+model's dtype (bfloat16 cannot tell position 256 from 257). There is no table over positions, so there is no length past
+which it would have to wrap or fail.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Rotary:
                     f"rope type {self.rope.type!r} depends on the sequence's length, but the step carries no rope_tokens"
                 )
             frequencies = frequencies[torch.bucketize(bounds, self._lengths)]
-        turns = positions.float().unsqueeze(1) * frequencies
+        turns = positions.double().unsqueeze(1) * frequencies
         cos, sin = turns.cos(), turns.sin()
         if self.rope.attention_factor != 1.0:
             cos, sin = cos * self.rope.attention_factor, sin * self.rope.attention_factor

@@ -7,6 +7,7 @@ hand-made steps. The conformance suite that uses it is `octavo.testing.model`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -179,7 +180,7 @@ def transformers_model(config: Mapping[str, Any], *, seed: int = 0, spread: floa
     else, biases too, of standard deviation `spread`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    parsed = AutoConfig.for_model(**dict(config))
+    parsed = AutoConfig.for_model(**deepcopy(dict(config)))  # it writes into the dicts that it is given
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(parsed, attn_implementation="eager", dtype=torch.float32).eval()
     random = torch.Generator().manual_seed(seed)

@@ -52,9 +52,10 @@ class Oracle:
     logits: Callable[[Sequence[int]], Tensor]
 
 
-def transformers_oracle(config: Mapping[str, Any]) -> Oracle:
-    """transformers' eager model of the config with random weights, which are saved as transformers saves them."""
-    model = transformers_model(config)
+def transformers_oracle(config: Mapping[str, Any], *, spread: float = 0.2) -> Oracle:
+    """transformers' eager model of the config with random weights of standard deviation `spread`, by the names under which
+    transformers saves them. A larger spread makes larger logits, and larger errors of rounding."""
+    model = transformers_model(config, spread=spread)
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     return Oracle(checkpoint(model, {**config, "tie_word_embeddings": tied}), lambda tokens: right_logits(model, tokens))
 
