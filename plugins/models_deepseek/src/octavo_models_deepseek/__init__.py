@@ -6,8 +6,9 @@ from octavo.catalog import Provider
 from octavo.hookspecs import hookimpl
 
 from octavo_models_deepseek.provider import provider
+from octavo_models_deepseek.windowed import provider as windowed
 
 
 @hookimpl
 def register_model_adapters() -> list[Provider]:
-    return [provider]
+    return [provider, windowed]

@@ -33,6 +33,7 @@ class DeepseekAdapter:
             layers=layers,
             kv_specs=tuple(KVSpec("latent", 1, layer.k_dim, layer.v_dim, kv_dtype) for layer in layers),
             tied_head=model.tied_head,
+            ropes=(model.rope,),
         )
 
     def build(self, config: Mapping[str, Any], parts: ModelParts) -> Model:

@@ -13,8 +13,7 @@ from typing import Any
 
 from octavo.errors import LoadError
 from octavo.interfaces import AttentionLayer, ExpertsSpec, Routing
-from octavo.model.families import longest_context
-from octavo.model.rope import RopeConfig, read_rope, rope_parameters
+from octavo.model.rope import RopeConfig, longest_context, read_rope, rope_parameters
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever rms_norm_eps says."""
