@@ -66,7 +66,15 @@ def register_quantizers() -> list[Provider]:
             priority=1,
             accepts=accepts_plain_weights,
             summary="Weights as they are: float32, bfloat16 or float16",
-        )
+        ),
+        Provider(
+            "mxfp4",
+            "quantizer",
+            "octavo.model.mxfp4:Mxfp4Quantizer",
+            priority=1,
+            accepts=accepts_mxfp4,
+            summary="gpt-oss's MXFP4 experts, dequantised when they are loaded; the rest as it is",
+        ),
     ]
 
 
@@ -127,6 +135,16 @@ def accepts_plain_weights(needs: Needs, options: Any) -> Accept | Reject:
             f"the format {method!r} is wanted, and this provider keeps weights as they are: it takes a plugin that knows it"
         )
     return Accept(reason="the weights are not quantised")
+
+
+def accepts_mxfp4(needs: Needs, options: Any) -> Accept | Reject:
+    """Checkpoints of quant_method "mxfp4". Their experts take four times the file's bytes, which the plan must know."""
+    method = needs.facts.get("method", "")
+    if method != "mxfp4":
+        return Reject(f"the format is {method!r}, not 'mxfp4'" if method else "the weights are not quantised")
+    return Accept(
+        {"stored_values": {"_blocks": 2, "_scales": 0}}, f"experts are dequantised to {needs.dtype} when they are loaded"
+    )
 
 
 def accepts_decoder(needs: Needs, options: Any) -> Accept | Reject:

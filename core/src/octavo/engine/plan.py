@@ -159,7 +159,8 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     groups = plan_groups(facts.kv_specs, backend.layout, block_size)
 
     item = DTYPE_BYTES[dtype]
-    weights = estimate_weight_bytes(facts, source.config, item) if dummy else source.weight_bytes(dtype)
+    stored = quantizer.accept.preferences.get("stored_values")
+    weights = estimate_weight_bytes(facts, source.config, item) if dummy else source.weight_bytes(dtype, stored)
     workspace = workspace_bytes(facts, source.config, limits, device, item)
     sizing = size_pool(config, device, groups, limits, weight_bytes=weights, workspace=workspace)
     why["num_blocks"] = sizing.reason

@@ -63,8 +63,12 @@ class PlainExperts:
         )
         self._down.declare(weights, f"{prefix}.down_proj", every, (count, inner, hidden), lambda t: t.transpose(1, 2))
         if spec.bias:
-            self._biases["gate_up_bias"].declare(weights, f"{prefix}.gate_up_proj_bias", every, prepare=deinterleave)
-            self._biases["down_bias"].declare(weights, f"{prefix}.down_proj_bias", every)
+            self._declare_biases(prefix, weights)
+
+    def _declare_biases(self, prefix: str, weights: Weights) -> None:
+        every = (slice(None),)
+        self._biases["gate_up_bias"].declare(weights, f"{prefix}.gate_up_proj_bias", every, prepare=deinterleave)
+        self._biases["down_bias"].declare(weights, f"{prefix}.down_proj_bias", every)
 
     def finish(self) -> None:
         self._weights = self._gate_up.get(), self._down.get()
@@ -76,10 +80,11 @@ class PlainExperts:
 
 
 class Stack:
-    """One tensor [count, ...] on the device, made of checkpoint tensors that each fill a part of it."""
+    """One tensor [count, ...] on `device`, made of checkpoint tensors that each fill a part of it."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
-        self._shape, self._device, self._dtype = shape, device, dtype
+        self.device, self.dtype = device, dtype
+        self._shape = shape
         self._value: Tensor | None = None
         self._waiting: set[str] = set()
 
@@ -92,15 +97,21 @@ class Stack:
         prepare: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         """The checkpoint tensor `name`, of `shape` (default: that of the part), goes through `prepare` to the part `at`."""
-        self._waiting.add(name)
+        self.expect(name)
         part = torch.empty(self._shape, device="meta")[at]
-        weights.declare(name, shape or tuple(part.shape), lambda tensor: self._fill(name, at, prepare(tensor)))
+        weights.declare(name, shape or tuple(part.shape), lambda tensor: self.fill(name, at, prepare(tensor)))
 
-    def _fill(self, name: str, at: tuple[Any, ...], tensor: Tensor) -> None:
+    def expect(self, name: str) -> None:
+        """`get` refuses until `fill` has been called for this name, with `last`."""
+        self._waiting.add(name)
+
+    def fill(self, name: str, at: tuple[Any, ...], tensor: Tensor, *, last: bool = True) -> None:
+        """Copy tensor, cast, to the part `at`."""
         if self._value is None:
-            self._value = torch.empty(self._shape, device=self._device, dtype=self._dtype)
+            self._value = torch.empty(self._shape, device=self.device, dtype=self.dtype)
         self._value[at].copy_(tensor)
-        self._waiting.discard(name)
+        if last:
+            self._waiting.discard(name)
 
     def get(self) -> Tensor:
         if self._value is None or self._waiting:

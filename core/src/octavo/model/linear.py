@@ -136,10 +136,15 @@ class PlainQuantizer:
         return TiedLinear(embedding, out_features, self._small)
 
     def experts(self, prefix: str, spec: ExpertsSpec) -> PlainExperts:
-        """The routed experts of a layer, for the operator "experts" as it was found. PluginError where nobody offers it."""
+        """The routed experts of a layer. PluginError where nobody offers the operator "experts"."""
+        return PlainExperts(
+            prefix, spec, weights=self._weights, device=self._device, dtype=self._dtype, run=self._operator(prefix)
+        )
+
+    def _operator(self, prefix: str) -> Callable[..., Tensor]:
         if self._experts is None:
             raise PluginError(f'{prefix}: no provider offers the operator "experts", which a mixture of experts needs')
-        return PlainExperts(prefix, spec, weights=self._weights, device=self._device, dtype=self._dtype, run=self._experts)
+        return self._experts
 
 
 def torch_device(device: Device) -> torch.device:

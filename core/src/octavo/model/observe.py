@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.attention.layer import PagedAttention
 from octavo.decision import OperatorSet
 from octavo.errors import QuantizeError
 from octavo.interfaces import (
+    AttentionBackend,
     AttentionLayer,
+    Experts,
+    ExpertsSpec,
     Limits,
     Linear,
     ModelParts,
@@ -61,17 +65,7 @@ class ObservedModel:
 
         self._model = task.adapter.build(
             task.source.config,
-            ModelParts(
-                device=task.device,
-                dtype=task.dtype,
-                limits=Limits(1, max_len, max(max_len, 1)),
-                weights=table,
-                linear=linear,
-                tied=plain.tied,
-                attention=lambda layer: _attention(layer, observer),
-                op=OperatorSet(TorchOperators(None, OperatorParts(task.device, task.dtype)).ops, {}),
-                experts=plain.experts,
-            ),
+            _parts(task, table, plain, linear, observer, plain.experts, max_len),
         )
         load_weights(
             task.source,
@@ -106,6 +100,16 @@ class ObservedModel:
             return self._model.forward(step)
 
 
+class _Nobody:
+    """An Observer who does not look."""
+
+    def linear(self, names: tuple[str, ...], x: Tensor) -> None:
+        pass
+
+    def attention(self, layer: AttentionLayer, k: Tensor, v: Tensor) -> None:
+        pass
+
+
 class _Watched:
     """interfaces.Linear that shows its input first."""
 
@@ -123,30 +127,37 @@ class _Watched:
         return self._linear(x)
 
 
-def _attention(layer: AttentionLayer, observer: Observer) -> Callable[[Step, Tensor, Tensor, Tensor], Tensor]:
-    """Causal attention of one text over itself: window, softcap and sinks as `octavo.interfaces.AttentionLayer` says."""
-    group = layer.num_heads // layer.num_kv_heads
+class _WholeText:
+    """As much of interfaces.AttentionBackend as PagedAttention calls, for one layer and one text at a time: causal attention
+    of the text over itself; window, softcap and sinks as `octavo.interfaces.AttentionLayer` says."""
 
-    def attend(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        observer.attention(layer, k, v)
-        count = q.shape[0]
-        queries = q.view(count, layer.num_kv_heads, group, -1).permute(1, 2, 0, 3)
-        scores = (queries @ k.permute(1, 2, 0).unsqueeze(1)).float() * layer.scale  # [kv_heads, group, T, T]
-        if layer.softcap:
-            scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    graphs = "none"
+
+    def __init__(self, layer: AttentionLayer, observer: Observer) -> None:
+        self._layer, self._see = layer, observer.attention
+
+    def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
+        self._see(self._layer, k, v)
+        self._k, self._v = k, v
+
+    def run(self, layer: int, step: Step, q: Tensor, out: Tensor) -> Tensor:
+        facts, k, v, count = self._layer, self._k, self._v, q.shape[0]
+        group = facts.num_heads // facts.num_kv_heads
+        queries = q.view(count, facts.num_kv_heads, group, -1).permute(1, 2, 0, 3)
+        scores = (queries @ k.permute(1, 2, 0).unsqueeze(1)).float() * facts.scale  # [kv_heads, group, T, T]
+        if facts.softcap:
+            scores = torch.tanh(scores / facts.softcap) * facts.softcap
         at = step.positions
         hidden = at > at[:, None]
-        if layer.window is not None:
-            hidden |= at <= at[:, None] - layer.window
+        if facts.window is not None:
+            hidden |= at <= at[:, None] - facts.window
         scores.masked_fill_(hidden, -math.inf)
-        if layer.sinks is not None:
-            sinks = layer.sinks.float().view(layer.num_kv_heads, group, 1, 1).expand(-1, -1, count, 1)
+        if facts.sinks is not None:
+            sinks = facts.sinks.float().view(facts.num_kv_heads, group, 1, 1).expand(-1, -1, count, 1)
             scores = torch.cat((scores, sinks), -1)
         weights = torch.softmax(scores, -1)[..., :count].to(v.dtype)
         found = weights @ v.transpose(0, 1).unsqueeze(1)  # [kv_heads, group, T, v_dim]
-        return found.permute(2, 0, 1, 3).reshape(count, layer.num_heads, -1).contiguous()
-
-    return attend
+        return out.copy_(found.permute(2, 0, 1, 3).reshape(out.shape))
 
 
 def calibration_windows(task: QuantizeTask, length: int, count: int | None = None) -> list[list[int]]:
@@ -160,3 +171,50 @@ def calibration_windows(task: QuantizeTask, length: int, count: int | None = Non
     body = length - len(start)
     windows = [start + ids[at : at + body] for at in range(0, len(ids), body)]
     return windows[:count]
+
+
+def linear_modules(task: QuantizeTask) -> tuple[str, ...]:
+    """Checkpoint modules that the model uses as a Linear, output heads left out, in the order of the model. Reads no
+    weights. QuantizeError for a mixture of experts, whose matrices are no Linears."""
+    table = WeightTable()
+    plain = PlainQuantizer(None, QuantizerParts(task.device, task.dtype, {}, table))
+    found: list[str] = []
+
+    def linear(prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, head: bool = False) -> Linear:
+        if not head:
+            found.extend(f"{prefix}.{part}" if prefix else part for part in parts)
+        return plain.linear(prefix, in_features, parts, bias=bias, head=head)
+
+    def experts(prefix: str, spec: ExpertsSpec) -> Experts:
+        raise QuantizeError(f"{prefix}: the model is a mixture of {spec.count} experts, which cannot be quantised yet")
+
+    task.adapter.build(task.source.config, _parts(task, table, plain, linear, _Nobody(), experts))
+    return tuple(found)
+
+
+def _parts(
+    task: QuantizeTask,
+    table: WeightTable,
+    plain: PlainQuantizer,
+    linear: Callable[..., Linear],
+    observer: Observer,
+    experts: Callable[[str, ExpertsSpec], Experts],
+    max_len: int = 1,
+) -> ModelParts:
+    """What the adapter builds from: core's operators, plain weights, one row of max_len tokens."""
+    op = OperatorSet(TorchOperators(None, OperatorParts(task.device, task.dtype)).ops, {})
+
+    def attention(layer: AttentionLayer) -> PagedAttention:
+        return PagedAttention(layer, cast("AttentionBackend", _WholeText(layer, observer)), op("qk_norm_rope"))
+
+    return ModelParts(
+        device=task.device,
+        dtype=task.dtype,
+        limits=Limits(1, max_len, max_len),
+        weights=table,
+        linear=linear,
+        tied=plain.tied,
+        attention=attention,
+        op=op,
+        experts=experts,
+    )

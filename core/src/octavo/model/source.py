@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,8 +74,9 @@ class ModelSource:
             )
         return tuple(kept)
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the weights once they are loaded as `dtype`; quantised tensors of a folder keep their size.
+    def weight_bytes(self, dtype: str, stored_values: Mapping[str, int] | None = None) -> int:
+        """Bytes of the weights once they are loaded as `dtype`; quantised tensors of a folder keep their size, but for
+        those that are dequantised: stored_values says how many values each of their elements becomes, by the end of the name.
 
         A tied lm_head that the checkpoint holds as well is not counted. LoadError for damaged files.
         """
@@ -87,7 +89,8 @@ class ModelSource:
             if tied and header.name.startswith("lm_head."):
                 continue
             plain = header.dtype in FLOATS or header.dtype.startswith("gguf:")
-            total += header.elements * item if plain else header.nbytes
+            values = 1 if plain else next((n for end, n in (stored_values or {}).items() if header.name.endswith(end)), None)
+            total += header.nbytes if values is None else header.elements * values * item
         return total
 
 

@@ -27,6 +27,7 @@ from octavo.interfaces import (
     ModelAdapter,
     ModelParts,
     OperatorParts,
+    Quantizer,
     QuantizerParts,
     Step,
     StepHost,
@@ -77,13 +78,14 @@ class BareModel:
         block_size: int = 8,
         max_rows: int = 4,
         max_len: int = 256,
+        quantizer: Callable[[Any, QuantizerParts], Quantizer] = PlainQuantizer,
     ) -> None:
         device, weights = Device(), DictWeights()
         facts = adapter.facts(config, dtype, dtype)
         limits = Limits(max_rows, max_rows * max_len, max_len)
         self.attention = TorchAttention(None, AttentionParts(device, dtype))
         operators = OperatorSet(TorchOperators(None, OperatorParts(device, dtype)).ops, {})
-        quantizer = PlainQuantizer(None, QuantizerParts(device, dtype, {}, weights, operators.find))
+        format = quantizer(None, QuantizerParts(device, dtype, {}, weights, operators.find))
         layers: dict[int, AttentionLayer] = {}
 
         def attention(layer: AttentionLayer) -> PagedAttention:
@@ -97,11 +99,11 @@ class BareModel:
                 dtype=dtype,
                 limits=limits,
                 weights=weights,
-                linear=quantizer.linear,
-                tied=quantizer.tied,
+                linear=format.linear,
+                tied=format.tied,
                 attention=attention,
                 op=operators,
-                experts=quantizer.experts,
+                experts=format.experts,
             ),
         )
         weights.fill(tensors, adapter.ignored)
