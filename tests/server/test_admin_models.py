@@ -41,7 +41,7 @@ def server(long_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def admin(server: Server) -> Iterator[httpx.Client]:
-    """The administrator; afterwards the server is as it was at the start."""
+    """The administrator; afterwards there are the two models of this module, and no aliases."""
     with server.client(ADMIN_KEY) as client:
         yield client
         client.post(f"/admin/models/{NAME}/default")
@@ -49,8 +49,17 @@ def admin(server: Server) -> Iterator[httpx.Client]:
         for alias in state["aliases"]:
             client.delete(f"/admin/aliases/{alias}").raise_for_status()
         for model in state["models"]:
-            if model["name"] != NAME:
+            if model["name"] not in (NAME, "second"):
                 client.delete(f"/admin/models/{model['name']}", params={"timeout": 0}).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def second(server: Server, other: Path) -> str:
+    """The name of a second model, added while the server serves."""
+    with server.client(ADMIN_KEY) as client:
+        answer = add(client, "second", other, settings=SETTINGS)
+    assert answer.status_code == 201 and answer.json()["state"] == "serving", answer.text
+    return "second"
 
 
 def text(server: Server, model: str | None = None, **over: Any) -> str:
@@ -72,11 +81,8 @@ def names(admin: httpx.Client) -> list[str]:
 SETTINGS = {"block_size": 16, "num_gpu_blocks_override": 3000}
 
 
-def test_a_model_added_beside_another_answers_to_its_own_name(server: Server, admin: httpx.Client, other: Path) -> None:
-    before = text(server)
-    answer = add(admin, "second", other, settings=SETTINGS)
-    assert answer.status_code == 201 and answer.json()["state"] == "serving", answer.text
-    assert text(server, "second") != before and text(server) == text(server, NAME) == before
+def test_a_model_added_beside_another_answers_to_its_own_name(server: Server, second: str) -> None:
+    assert text(server, second) != text(server) == text(server, NAME)
     with server.client() as client:
         listed = [card["id"] for card in client.get("/v1/models").json()["data"]]
         assert listed == [NAME, "second"]
@@ -88,64 +94,64 @@ def test_a_model_added_beside_another_answers_to_its_own_name(server: Server, ad
 
 
 def test_a_switch_under_fifty_streams_loses_none_and_the_next_token_comes_from_the_new_model(
-    server: Server, admin: httpx.Client, other: Path
+    server: Server, admin: httpx.Client, second: str
 ) -> None:
-    add(admin, "second", other, settings=SETTINGS).raise_for_status()
-    old, new = text(server, NAME), text(server, "second")
-    assert old != new
     stop = threading.Event()
-    seen: Counter[str] = Counter()
-    first_tokens = threading.Barrier(51)
+    answered: Counter[str] = Counter()
+    running = threading.Barrier(51)
 
-    def stream(_: int) -> tuple[int, Any]:
-        """One long stream: (chunks, last event)."""
-        count, last = 0, None
-        body = {**LONG, "max_tokens": 120}
-        with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+    def stream(_: int) -> tuple[str, int, Any]:
+        """One long stream: who answered, how many events, the last one."""
+        count, last = 0, ""
+        with server.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 150}) as response:
             assert response.status_code == 200, response.read()
-            assert response.headers["x-octavo-model"] == NAME
-            for last in events(response.iter_lines()):
-                count += 1
+            for event in events(response.iter_lines()):
+                count, last = count + 1, event
                 if count == 1:
-                    first_tokens.wait(60)
-            return count, last
+                    running.wait(60)
+            return response.headers["x-octavo-model"], count, last
 
     def short() -> None:
-        """Requests without a name, one after the other, before, during and after the switch."""
+        """Requests that name no model, one after the other, before, during and after every switch."""
         with server.client() as client:
             while not stop.is_set():
                 answer = client.post("/v1/completions", json={**GREEDY, "max_tokens": 2})
                 assert answer.status_code == 200, answer.text
-                seen[answer.headers["x-octavo-model"]] += 1
+                answered[answer.headers["x-octavo-model"]] += 1
 
-    with concurrent.futures.ThreadPoolExecutor(52) as pool:
-        streams = [pool.submit(stream, i) for i in range(50)]
-        first_tokens.wait(60)  # every stream runs
-        background = pool.submit(short)
-        until(lambda: seen[NAME], 30, "the old model answers")
-        waits = []
+    def switch(name: str) -> float:
+        """Seconds from the administrator's request to the first token of the new default."""
         with server.client() as client:
             began = time.perf_counter()
-            admin.post("/admin/models/second/default").raise_for_status()
+            admin.post(f"/admin/models/{name}/default").raise_for_status()
             with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 8}) as response:
                 lines = events(response.iter_lines())
                 next(lines)
-                waits.append(time.perf_counter() - began)
-                assert response.headers["x-octavo-model"] == "second"
-                list(lines)
-        until(lambda: seen["second"], 30, "the new model answers")
+                seconds = time.perf_counter() - began
+                assert response.headers["x-octavo-model"] == name
+                assert list(lines)[-1] == "[DONE]"
+        return seconds
+
+    with concurrent.futures.ThreadPoolExecutor(52) as pool:
+        streams = [pool.submit(stream, i) for i in range(50)]
+        running.wait(60)  # every stream has begun
+        background = pool.submit(short)
+        until(lambda: answered[NAME], 30, "the old model answers")
+        waits = [switch(name) for name in (second, NAME, second)]
+        until(lambda: answered[second], 30, "the new model answers")
         stop.set()
         background.result()
         ended = [one.result() for one in streams]
-    assert all(last == "[DONE]" and count > 1 for count, last in ended)  # each ran to its end on the old model
-    assert text(server) == new
-    print(f"switch under 50 streams: {1000 * waits[0]:.0f} ms from the request to the new model's first token")
-    assert waits[0] < 2.0  # a busy machine's allowance; benchmarks/RESULTS.md has the measured value
+    assert {(who, last) for who, _, last in ended} == {(NAME, "[DONE]")}  # each ran to its end where it had begun
+    assert text(server) == text(server, second) != text(server, NAME)
+    print(f"switches under 50 streams, to the first token: {', '.join(f'{1000 * wait:.0f} ms' for wait in waits)}")
+    assert min(waits) < 0.2  # the best of three: the machine may have other things to do
 
 
-def test_a_replaced_model_keeps_its_name_and_nothing_of_its_cache(server: Server, admin: httpx.Client, long_tiny: Path, other: Path) -> None:
+def test_a_replaced_model_keeps_its_name_and_nothing_of_its_cache(
+    server: Server, admin: httpx.Client, second: str, long_tiny: Path, other: Path
+) -> None:
     prompt = "the quick brown fox jumps over the lazy dog " * 8
-    add(admin, "fresh", other, settings=SETTINGS).raise_for_status()
     add(admin, "live", long_tiny, settings=SETTINGS).raise_for_status()
 
     def ask(name: str) -> tuple[str, int]:
@@ -157,14 +163,15 @@ def test_a_replaced_model_keeps_its_name_and_nothing_of_its_cache(server: Server
     old, cached = ask("live")
     assert cached > 0
     before = next(m for m in admin.get("/admin/models").json()["models"] if m["name"] == "live")
-    with server.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 400, "model": "live"}) as response:
+    body = {**LONG, "max_tokens": 400, "model": "live"}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
         lines = events(response.iter_lines())
         next(lines)
         replaced = add(admin, "live", other, replace=True)  # returns while the old engine's stream still runs
         assert replaced.status_code == 201, replaced.text
         assert replaced.json()["generation"] > before["generation"]
         cold, cached = ask("live")
-        assert cached == 0 and cold == ask("fresh")[0] != old
+        assert cached == 0 and cold == ask(second)[0] != old
         assert list(lines)[-1] == "[DONE]"
     until(lambda: not admin.get("/admin/models").json()["leaving"], 20, "the old engine has ended")
     assert len(engines(server)) == 3
@@ -175,34 +182,37 @@ def engines(server: Server) -> list[psutil.Process]:
     return [child for child in children if "octavo.engine.process" in child.cmdline()]
 
 
-def test_a_model_that_cannot_load_leaves_everything_as_it_was(server: Server, admin: httpx.Client, tmp_path: Path, tiny: Path) -> None:
+def test_a_model_that_cannot_load_leaves_everything_as_it_was(
+    server: Server, admin: httpx.Client, second: str, tmp_path: Path, tiny: Path
+) -> None:
     before, count = text(server), len(engines(server))
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in tiny.iterdir():
         (broken / file.name).write_bytes(file.read_bytes()[: -100 if file.suffix == ".safetensors" else None])
-    for path, options in ((broken, {}), (tmp_path / "nowhere", {}), (tiny, {"settings": {"num_gpu_blocks": 1 << 40}})):
-        answer = add(admin, "new", path, **options)
+    too_large = {"settings": {"num_gpu_blocks": 1 << 40}}
+    for name, path, options in (
+        ("new", broken, {}),
+        ("new", tmp_path / "nowhere", {}),
+        (NAME, tmp_path / "nowhere", {"replace": True}),
+        (NAME, tiny, {"replace": True, **too_large}),
+    ):
+        answer = add(admin, name, path, **options)
         assert answer.status_code == 409 and answer.json()["error"]["code"] == "load_failed", answer.text
-        again = add(admin, NAME, path, replace=True, **options)
-        assert again.status_code == 409 and again.json()["error"]["code"] == "load_failed", again.text
     assert add(admin, "new", tiny, settings={"max_model": 3}).json()["error"]["code"] == "invalid_value"
-    assert names(admin) == [NAME] and text(server) == before
+    assert names(admin) == [NAME, second] and text(server) == before
     assert len(engines(server)) == count
 
 
-def test_an_alias_shares_requests_by_weight_exactly_and_passes_over_a_drained_model(
-    server: Server, admin: httpx.Client, other: Path
-) -> None:
-    add(admin, "canary", other, settings=SETTINGS).raise_for_status()
-    admin.put("/admin/aliases/prod", json={"models": {NAME: 0.75, "canary": 0.25}}).raise_for_status()
+def test_an_alias_shares_requests_by_weight_exactly(server: Server, admin: httpx.Client, second: str) -> None:
+    admin.put("/admin/aliases/prod", json={"models": {NAME: 0.75, second: 0.25}}).raise_for_status()
     with server.client() as client:
         asked = [client.post("/v1/completions", json={**GREEDY, "max_tokens": 1, "model": "prod"}) for _ in range(16)]
-        assert Counter(answer.headers["x-octavo-model"] for answer in asked) == {NAME: 12, "canary": 4}
+        assert Counter(answer.headers["x-octavo-model"] for answer in asked) == {NAME: 12, second: 4}
         assert {answer.json()["model"] for answer in asked} == {"prod"}
-        refused = admin.post("/admin/models/canary/drain")
+        refused = admin.post("/admin/models/second/drain")
         assert refused.status_code == 409 and "prod" in refused.json()["error"]["message"]
-        admin.put("/admin/aliases/prod", json={"models": {NAME: 1, "canary": 0}}).raise_for_status()
+        admin.put("/admin/aliases/prod", json={"models": {NAME: 1, second: 0}}).raise_for_status()
         only = [client.post("/v1/completions", json={**GREEDY, "max_tokens": 1, "model": "prod"}) for _ in range(4)]
         assert {answer.headers["x-octavo-model"] for answer in only} == {NAME}
     for weights in ({"nobody": 1}, {NAME: -1}, {NAME: 0}):
@@ -210,9 +220,9 @@ def test_an_alias_shares_requests_by_weight_exactly_and_passes_over_a_drained_mo
         assert wrong.status_code in (404, 409), wrong.text
 
 
-def test_a_drained_model_finishes_refuses_and_can_be_resumed(server: Server, admin: httpx.Client, other: Path) -> None:
-    add(admin, "second", other, settings=SETTINGS).raise_for_status()
-    with server.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "model": "second", "max_tokens": 300}) as response:
+def test_a_drained_model_finishes_refuses_and_can_be_resumed(server: Server, admin: httpx.Client, second: str) -> None:
+    body = {**LONG, "model": second, "max_tokens": 300}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
         lines = events(response.iter_lines())
         next(lines)
         assert admin.post("/admin/models/second/drain", params={"timeout": 0}).json()["idle"] is False
@@ -230,19 +240,18 @@ def test_a_removed_model_gives_its_memory_back_and_cuts_what_outlasts_the_timeou
         return sum(engine.memory_info().rss for engine in engines(server))
 
     before = resident()
-    add(admin, "second", other, settings=SETTINGS).raise_for_status()
-    text(server, "second")
+    add(admin, "third", other, settings=SETTINGS).raise_for_status()
+    text(server, "third")
     beside = resident()
     assert admin.delete(f"/admin/models/{NAME}").status_code == 409  # the default
-    with server.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "model": "second"}) as response:
+    with server.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "model": "third"}) as response:
         lines = events(response.iter_lines())
         next(lines)
-        assert admin.delete("/admin/models/second", params={"timeout": 0.2}).status_code == 200
-        last = list(lines)[-1]
-        assert last["error"]["code"] == "draining"
-    assert names(admin) == [NAME]
+        assert admin.delete("/admin/models/third", params={"timeout": 0.2}).status_code == 200
+        assert list(lines)[-1]["error"]["code"] == "draining"
+    assert "third" not in names(admin)
     after = resident()
-    print(f"resident: {before >> 20} MiB, {beside >> 20} with a second model, {after >> 20} once it is removed")
+    print(f"resident: {before >> 20} MiB, {beside >> 20} with one more model, {after >> 20} once it is removed")
     assert beside > before + (100 << 20)  # an engine is a process with torch in it
     assert after < before + (beside - before) * 0.1
 

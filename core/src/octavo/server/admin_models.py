@@ -212,6 +212,7 @@ def _row(model: Served, table: ModelTable) -> dict[str, Any]:
         "generation": model.generation,
         "default": table.names != [] and model.name == table.default,
         "leaving": model in table.leaving,
+        "pid": llm.pid if llm else None,
         "since": round(model.since, 3),
         "restarts": model.restarts,
         "requests": model.requests,

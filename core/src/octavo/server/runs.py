@@ -66,6 +66,8 @@ async def run(
     lease = state.lease(body.model)
     llm, record = lease.llm, state.record(request, lease)
     request.scope["octavo.model"] = lease.model.name
+    if state.config.log_requests_on_error:
+        record.prompt = lambda: _asked(body)
     generation = None
     streaming = False
     try:
@@ -73,8 +75,6 @@ async def run(
         record.at_end.append(lambda _: place.close())
         priority, deadline = state.priority(body.priority, request, llm), deadline_of(body, request)
         jobs = within(await while_connected(request, prepare(llm)), body, caller.limits)
-        if state.config.log_requests_on_error:
-            record.prompt = lambda: _shown(jobs, llm)
         caller.quota.admit_prompt(sum(len(job.ids) for job in jobs))
         generation = Generation(
             llm,
@@ -107,9 +107,9 @@ async def run(
             record.close()
 
 
-def _shown(jobs: Sequence[Job], llm: AsyncLLM) -> str:
-    """The prompts of a failed request, for a log that was asked to hold them."""
-    return repr([job.text if job.text is not None else llm.tokenizer.decode(job.ids, skip_special_tokens=False) for job in jobs])
+def _asked(body: Sampling) -> str:
+    """The prompt or the messages of a failed request as the client sent them, for a log that was asked to hold them."""
+    return repr(getattr(body, "prompt", None) or getattr(body, "messages", None))
 
 
 def deadline_of(body: Sampling, request: Request) -> float | None:

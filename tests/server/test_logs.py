@@ -1,0 +1,126 @@
+"""The log: what a line holds, where it goes, and what is never in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from octavo.config import ServerConfig
+from octavo.engine.relay import MARK, take
+from octavo.errors import ConfigError
+from octavo.server import logs
+
+from tests.server.harness import API_KEYS, NAME, Server
+
+SECRET = "the prompt of a client"
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """The root logger, put back afterwards."""
+    logger = logging.getLogger()
+    before, level = list(logger.handlers), logger.level
+    levels = {name: logging.getLogger(name).level for name in ("octavo", "uvicorn")}
+    yield logger
+    for handler in logger.handlers:
+        if handler not in before:
+            handler.close()
+    logger.handlers, logger.level = before, level
+    for name, value in levels.items():
+        logging.getLogger(name).setLevel(value)
+
+
+@pytest.fixture(scope="module")
+def told(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, list[dict[str, Any]], dict[str, Any]]:
+    """A server that has ended, every line of its JSON log file, and the request ids it gave."""
+    folder = tmp_path_factory.mktemp("logs")
+    file = folder / "octavo.log"
+    flags = ("--log-format", "json", "--log-file", str(file), "--log-requests-on-error", "--api-key", API_KEYS[0])
+    server = Server(tiny, folder / "terminal", *flags)
+    try:
+        with server.ready().client() as client:
+            good = client.post("/v1/completions", json={"prompt": "a good " + SECRET, "max_tokens": 2})
+            bad = client.post("/v1/completions", json={"prompt": "a bad " + SECRET, "max_tokens": 10_000})
+            client.get("/v1/models", headers={"Authorization": "Bearer a-wrong-key-that-must-not-show"})
+        assert good.status_code == 200 and bad.status_code == 400
+    finally:
+        server.stop()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return server, lines, {"good": good.headers["x-request-id"], "bad": bad.headers["x-request-id"]}
+
+
+def test_every_line_is_an_object_that_says_when_how_bad_and_who(told: Any) -> None:
+    server, lines, _ = told
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    assert [json.loads(line) for line in server.text.splitlines() if line.startswith("{")] == lines  # the terminal has the same
+
+
+def test_the_engine_writes_into_the_same_log(told: Any) -> None:
+    _, lines, _ = told
+    assert any(line["logger"].startswith("octavo.engine") and "KV cache size" in line["message"] for line in lines)
+
+
+def test_a_request_is_one_line_with_its_facts_and_the_id_that_its_client_got(told: Any) -> None:
+    _, lines, ids = told
+    (line,) = [line for line in lines if line["logger"] == "octavo.server.requests" and line.get("request_id") == ids["good"]]
+    facts = line["request"]
+    assert facts["id"] == ids["good"] and facts["outcome"] == "ok" and facts["model"] == NAME and facts["tenant"] == "key-0"
+    assert facts["completion_tokens"] == 2 and facts["ttft_seconds"] <= facts["total_seconds"]
+
+
+def test_only_a_failed_request_carries_its_prompt_and_its_stack(told: Any) -> None:
+    server, lines, ids = told
+    (failed,) = [line for line in lines if SECRET in line["message"]]
+    assert failed["request_id"] == ids["bad"] and "context_length_exceeded" in failed["message"]
+    assert "a bad " + SECRET in failed["message"] and "Traceback" in failed["message"]
+    assert "a good" not in server.text
+
+
+def test_no_key_is_ever_in_the_log(told: Any) -> None:
+    server, lines, _ = told
+    for key in (API_KEYS[0], "a-wrong-key-that-must-not-show"):
+        assert key not in server.text and key not in json.dumps(lines)
+
+
+def test_a_log_file_is_rotated_and_five_old_ones_are_kept(tmp_path: Path, root: logging.Logger) -> None:
+    logs.configure(ServerConfig(log_file=str(tmp_path / "log"), log_file_bytes=4096))
+    for i in range(600):
+        logging.getLogger("octavo.test").info("line %d %s", i, "x" * 60)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 6 and all(file.stat().st_size <= 4096 for file in files)
+    assert "line 599" in (tmp_path / "log").read_text()
+
+
+def test_a_log_file_that_cannot_be_written_stops_the_start(tmp_path: Path, root: logging.Logger) -> None:
+    with pytest.raises(ConfigError, match="--log-file"):
+        logs.configure(ServerConfig(log_file=str(tmp_path / "no" / "folder" / "log")))
+
+
+def test_a_text_line_names_its_request_once(capsys: pytest.CaptureFixture[str], root: logging.Logger) -> None:
+    logs.configure(ServerConfig())
+    token = logs.request_id.set("abc123")
+    logging.getLogger("octavo.server").warning("something of a request")
+    logging.getLogger("octavo.server.requests").info("abc123 /generate ok")
+    logs.request_id.reset(token)
+    logging.getLogger("octavo.server").info("something of nobody's")
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.endswith("something of a request [abc123]") and second.endswith("abc123 /generate ok")
+    assert third.endswith("something of nobody's")
+
+
+def test_what_an_engine_prints_is_logged_line_by_line_and_a_record_as_a_record(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    take(MARK + json.dumps({"name": "octavo.engine.build", "level": logging.INFO, "message": "m", "created": 1.0, "stack": "s"}))
+    take("Fatal Python error: Segmentation fault")
+    take(MARK + '{"name": "octavo.eng')  # cut off by the child's death
+    take("")
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("octavo.engine.build", "INFO", "m"),
+        ("octavo.engine.output", "WARNING", "Fatal Python error: Segmentation fault"),
+        ("octavo.engine.output", "WARNING", '{"name": "octavo.eng'),
+    ]
+    assert caplog.records[0].exc_text == "s"

@@ -1,0 +1,70 @@
+"""Traces: one span a request with its parts inside, in the client's own trace, without text of the client."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+from octavo.errors import ConfigError
+from octavo.server.counts import Counts
+from octavo.server.records import Record
+from octavo.server.tracing import Tracing
+
+trace_export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="octavo[otel]")
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def ended(**over: object) -> Record:
+    record = Record(Counts(), "/v1/completions", "key-0", log_line=False, model="demo", prompt_tokens=5, completion_tokens=3)
+    record.on_submit()
+    record.queued = 0.002
+    time.sleep(0.005)
+    record.on_first_token()
+    record.on_finish("stop")
+    for name, value in over.items():
+        setattr(record, name, value)
+    record.close()
+    return record
+
+
+def spans(record: Record, headers: dict[str, str]) -> dict[str, object]:
+    exporter = trace_export.InMemorySpanExporter()
+    tracing = Tracing("http://127.0.0.1:4318/v1/traces", exporter=exporter)
+    tracing.end(record, headers)
+    tracing.close()
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def test_a_request_is_a_span_with_queue_prefill_and_decode_inside() -> None:
+    record = ended()
+    found = spans(record, {})
+    whole = found["llm_request"]
+    assert set(found) == {"llm_request", "queue", "prefill", "decode"}
+    for name in ("queue", "prefill", "decode"):
+        assert found[name].parent.span_id == whole.context.span_id
+        assert whole.start_time <= found[name].start_time <= found[name].end_time <= whole.end_time
+    assert found["queue"].end_time - found["queue"].start_time == pytest.approx(2e6, rel=0.01)
+    assert abs(whole.end_time - time.time_ns()) < 5e9  # wall time
+    assert whole.attributes["gen_ai.request.model"] == "demo" and whole.attributes["gen_ai.response.id"] == record.id
+    assert (whole.attributes["gen_ai.usage.input_tokens"], whole.attributes["gen_ai.usage.output_tokens"]) == (5, 3)
+
+
+def test_a_trace_of_the_client_is_continued() -> None:
+    found = spans(ended(), {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"})
+    assert f"{found['llm_request'].context.trace_id:032x}" == TRACE
+    assert f"{found['llm_request'].parent.span_id:016x}" == "b7ad6b7169203331"
+
+
+def test_a_failed_request_is_marked_and_one_without_a_token_has_no_parts() -> None:
+    found = spans(ended(outcome="queue_full", first_token=None), {"traceparent": "nonsense"})
+    assert set(found) == {"llm_request"}
+    assert found["llm_request"].status.status_code.name == "ERROR"
+    assert spans(ended(outcome="disconnected"), {})["llm_request"].status.status_code.name == "UNSET"
+
+
+def test_without_the_packages_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"octavo\[otel\]"):
+        Tracing("http://127.0.0.1:4318/v1/traces")
