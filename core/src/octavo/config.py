@@ -143,9 +143,7 @@ class ServerConfig(_Config):
     ssl_certfile: str | None = _field(None, "TLS certificate file.", group="server")
     ssl_ca_certs: str | None = _field(None, "CA file: client certificates are required.", group="server")
     max_body_bytes: int = _field(8 << 20, "Largest request body.", group="server", ge=1024)
-    header_timeout: float = _field(
-        15.0, "Seconds that a client has for a TLS handshake, and for a request's line and headers.", group="server", gt=0
-    )
+    header_timeout: float = _field(15.0, "Seconds that a client has to send a request's line and headers.", group="server", gt=0)
     body_timeout: float = _field(60.0, "Seconds that a client has to send a request's body.", group="server", gt=0)
     min_priority: int = _field(
         0, "Most urgent priority that clients may ask for (lower runs first); for --scheduling-policy priority.", group="server"
@@ -154,7 +152,9 @@ class ServerConfig(_Config):
     log_level: Literal["debug", "info", "warning", "error"] = _field("info", "How much to log.", group="server")
     log_format: Literal["text", "json"] = _field("text", "Lines for people, or one JSON object a line.", group="server")
     log_file: str | None = _field(None, "File to log to, beside the terminal; it is rotated.", group="server")
-    log_file_bytes: int = _field(64 << 20, "Size at which the log file is rotated; five old ones are kept.", group="server", ge=4096)
+    log_file_bytes: int = _field(
+        64 << 20, "Size at which the log file is rotated; five old ones are kept.", group="server", ge=4096
+    )
     disable_log_requests: bool = _field(False, "No line per request.", group="server")
     log_requests_on_error: bool = _field(
         False, "Log the prompt and the stack of requests that fail; of no others.", group="server"

@@ -105,6 +105,7 @@ def main(address: str) -> int:
     # engine went at once, the parent would have nothing to drain. The parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import ipaddress
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import octavo
 from octavo.config import EngineConfig, ServerConfig
@@ -34,17 +34,17 @@ from octavo.engine.served import Served
 from octavo.engine.supervisor import Backoff, Supervisor
 from octavo.errors import ConfigError, OctavoError
 from octavo.request import EngineStats
-from octavo.server import logs
+from octavo.server import logs, tls
 from octavo.server.app import create_app
-from octavo.server.clients import CLOSE_EXTENSION
-from octavo.server.errors import ApiError
-from octavo.server.limits import MAX_HEAD
+from octavo.server.connection import HttpConnection
 from octavo.server.models import planned
 from octavo.server.service import Service
+from octavo.server.tenants import Tenants
 
 log = logging.getLogger("octavo.server")
 
 _BACKLOG = 2048
+_MAX_FILES = 1 << 17
 _FLUSH_SECONDS = 1.0  # for the last events of streams that the drain has ended
 _STATS_SECONDS = 10.0
 
@@ -55,12 +55,23 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, *, on_progre
     """Serve until a signal ends it; returns the exit status. Main thread only.
 
     SIGTERM or SIGINT: new requests get 503, running ones have `shutdown_timeout` seconds, then end with
-    an error. A second signal ends everything at once. Raises ConfigError, LoadError or PluginError for
+    an error. A second signal ends everything at once. SIGHUP reads tenants and the TLS certificate again,
+    where there are any. Raises ConfigError, LoadError or PluginError for
     what the operator can mend, EngineDead when the engine crashed while it started.
     """
     logs.configure(server_config)
+    _raise_file_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Process(engine_config, server_config, on_progress).run())
+
+
+def _raise_file_limit() -> None:
+    """A connection is an open file, and the usual soft limit of 1,024 is one of history: take the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if most > soft != resource.RLIM_INFINITY:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -71,36 +82,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
-
-
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with three additions: streams can close their connection after an error,
-    even a request that is not HTTP gets the error envelope, and a request's head is bounded."""
-
-    _head: int | None = 0
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head = 0  # bytes of the request's head so far, None once it is complete
-        extensions: dict[str, Any] = {CLOSE_EXTENSION: self.shutdown}
-        self.scope["extensions"] = extensions
-
-    def on_headers_complete(self) -> None:
-        self._head = None
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._head is not None and not self.transport.is_closing():
-            self._head += len(data)
-            if self._head > MAX_HEAD:
-                self.send_400_response(f"The request's line and headers are larger than {MAX_HEAD} bytes.")
-
-    def send_400_response(self, msg: str) -> None:
-        body = ApiError(400, msg, code="invalid_http").response().body
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        self.transport.write(head.encode() + bytes(body))
-        self.transport.close()
 
 
 class _Http(uvicorn.Server):
@@ -129,7 +110,10 @@ class _Process:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)
-            http = _Http(_uvicorn_config(app, config))
+            uv = _uvicorn_config(app, config)
+            if state.tenants.reloadable or uv.ssl is not None:
+                loop.add_signal_handler(signal.SIGHUP, self._reload, state.tenants, uv.ssl)
+            http = _Http(uv)
             serving = asyncio.create_task(http.serve(sockets=[sock]))
             serving.add_done_callback(lambda _: self._stop.set())
             try:
@@ -195,6 +179,20 @@ class _Process:
             waiting.cancel()
             await asyncio.gather(task, waiting, return_exceptions=True)
 
+    def _reload(self, tenants: Tenants, context: ssl.SSLContext | None) -> None:
+        """SIGHUP: read again what may change while the server runs. What cannot be used changes nothing."""
+        try:
+            if tenants.reloadable:
+                tenants.reload()
+        except ConfigError as error:
+            log.error("SIGHUP: the tenants stay as they were: %s", error)
+        try:
+            if context is not None:
+                tls.renew(context, self._config)
+                log.info("TLS certificate read again")
+        except ConfigError as error:
+            log.error("SIGHUP: the TLS certificate stays as it was: %s", error)
+
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set():
             log.warning("%s again: ending at once", number.name)
@@ -205,7 +203,7 @@ class _Process:
 def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     uv = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=partial(HttpConnection, header_timeout=config.header_timeout),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -214,15 +212,12 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         root_path=config.root_path,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(_FLUSH_SECONDS),
-        ssl_keyfile=config.ssl_keyfile,
-        ssl_certfile=config.ssl_certfile,
-        ssl_ca_certs=config.ssl_ca_certs,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+        **tls.options(config),
     )
     try:
         uv.load()
     except OSError as exc:  # ssl.SSLError is one
-        raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: {exc}") from exc
+        raise ConfigError(f"{tls.FLAGS}: {exc}") from exc
     return uv
 
 
@@ -233,7 +228,8 @@ def listen(config: ServerConfig) -> Iterator[socket.socket]:
         with _listen_unix(Path(config.uds)) as sock:
             yield sock
         return
-    if not config.api_key and not is_loopback(config.host):
+    guarded = config.api_key or config.api_keys or config.api_keys_file or config.ssl_ca_certs
+    if not guarded and not is_loopback(config.host):
         log.warning(
             "ANYBODY who can reach %s:%d can use this server: it listens beyond this machine and has no --api-key.",
             config.host or "*",
