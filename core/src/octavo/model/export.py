@@ -50,7 +50,7 @@ class CheckpointWriter:
     def __init__(self, out: Path, source: ModelSource, *, shard_bytes: int = SHARD_BYTES) -> None:
         if out.exists():
             raise ConfigError(f"--out {out}: is there already; nothing is overwritten, so name a folder that is not")
-        self._out, self._source, self._limit = out, source, shard_bytes
+        self.out, self._source, self._limit = out, source, shard_bytes
         self._folder = out.with_name(f".{out.name}.partial")
         self._pending: dict[str, Tensor] = {}
         self._size = 0
@@ -87,7 +87,7 @@ class CheckpointWriter:
         if self._source.generation_config:
             self._json("generation_config.json", self._source.generation_config)
         self._tokenizer()
-        self._folder.rename(self._out)
+        self._folder.rename(self.out)
 
     def _flush(self) -> None:
         if self._pending:
