@@ -45,7 +45,7 @@ class PoolRange:
 
     def blocks(self, utilization: float) -> int:
         """The pool's size at this utilisation."""
-        return max(self.least, self.start_blocks + int((utilization - self.start) * self.per_unit))
+        return max(self.least, self.start_blocks + round((utilization - self.start) * self.per_unit))
 
     @property
     def most(self) -> int:
