@@ -91,7 +91,9 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         if self._pending:
-            save_file(self._pending, self._shard(len(self._shards)), {"format": "pt"})
+            shard = self._shard(len(self._shards))
+            save_file(self._pending, shard, {"format": "pt"})
+            shard.chmod(0o644)  # the library makes files that only their owner can read
             self._shards.append(list(self._pending))
             self._pending, self._size = {}, 0
 

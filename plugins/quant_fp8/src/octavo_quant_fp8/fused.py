@@ -1,0 +1,98 @@
+"""The operators whose result is FP8, one Triton kernel each, and the launch of the plain quantisation.
+
+Owns launches: arithmetic is in kernels/quantise.py, signatures and the oracle are `octavo_quant_fp8.operators`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from octavo.interfaces import Activation, OperatorParts
+from octavo_ops_triton.launch import Launcher, rows
+from torch import Tensor
+
+from octavo_quant_fp8.kernels import quantise
+from octavo_quant_fp8.numerics import E4M3
+from octavo_quant_fp8.scheme import BLOCK as GROUP
+
+MAX_ROW = 1 << 16
+"""Channels of a row that a program holds at most."""
+
+
+def launcher(device: Any) -> Launcher:
+    """For a Device: programmatic dependent launch from 9.0 on."""
+    return Launcher(pdl=device.type == "cuda" and device.capability >= (9, 0))
+
+
+class TritonOperators:
+    """interfaces.Operators. Nothing here waits for the device, and all of it may be captured."""
+
+    def __init__(self, options: Any, parts: OperatorParts) -> None:
+        launch = launcher(parts.device)
+        self.ops: Mapping[tuple[str, str], Callable[..., Any]] = {
+            (name, format): partial(function, launch, by_group)
+            for format, by_group in (("fp8_token", False), ("fp8_block", True))
+            for name, function in (("rms_norm", rms_norm), ("add_rms_norm", add_rms_norm), ("silu_mul", silu_mul))
+        }
+
+
+def rms_norm(launch: Launcher, by_group: bool, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Activation:
+    """x float32 [T, H]; dtype does not matter."""
+    return _norm(launch, by_group, x, x, weight, eps, add=False)
+
+
+def add_rms_norm(
+    launch: Launcher, by_group: bool, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Activation, Tensor]:
+    """residual float32 becomes the sum in place and is returned."""
+    if residual.dtype != torch.float32:
+        raise ValueError(f"add_rms_norm: the residual stream must be float32, not {residual.dtype}")
+    return _norm(launch, by_group, x, residual, weight, eps, add=True), residual
+
+
+def _norm(launch: Launcher, by_group: bool, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, add: bool) -> Activation:
+    size = x.shape[1]
+    out, block, group = _output(x, size, by_group)
+    constants = (rows(x, "rms_norm"), rows(residual, "rms_norm"), size, block, group, add)
+    launch(
+        quantise.norm_kernel, (x.shape[0], 1), (x, residual, weight, out.data, out.scale), (eps,), constants, warps=_warps(block)
+    )
+    return out
+
+
+def silu_mul(launch: Launcher, by_group: bool, gate_up: Tensor) -> Activation:
+    """gate_up [T, 2 I] -> [T, I]."""
+    size = gate_up.shape[1] // 2
+    out, block, group = _output(gate_up, size, by_group)
+    constants = (rows(gate_up, "silu_mul"), size, block, group)
+    launch(quantise.silu_mul_kernel, (gate_up.shape[0], 1), (gate_up, out.data, out.scale), (), constants, warps=_warps(block))
+    return out
+
+
+def quantise_input(launch: Launcher, by_group: bool, x: Tensor) -> Activation:
+    """A plain input [T, K], for a Linear whose input nobody could quantise on the way."""
+    size = x.shape[1]
+    out, block, group = _output(x, size, by_group)
+    constants = (rows(x, "quantise"), size, block, group)
+    launch(quantise.rows_kernel, (x.shape[0], 1), (x, out.data, out.scale), (), constants, warps=_warps(block))
+    return out
+
+
+def _output(x: Tensor, size: int, by_group: bool) -> tuple[Activation, int, int]:
+    """(room for the result, power of two that holds a row, channels a scale)."""
+    if size > MAX_ROW:
+        raise ValueError(f"a row of {size} channels is longer than the {MAX_ROW} that a program holds")
+    block = triton.next_power_of_2(max(size, GROUP))
+    group = GROUP if by_group else block
+    scales = -(-size // group)
+    data = torch.empty(x.shape[0], size, dtype=E4M3, device=x.device)
+    return Activation(data, torch.empty(x.shape[0], scales, dtype=torch.float32, device=x.device)), block, group
+
+
+def _warps(block: int) -> int:
+    """Eight values a thread where the row is long enough, and never fewer than four warps."""
+    return max(4, min(16, block // 256))

@@ -1,0 +1,1 @@
+"""Triton kernels of FP8: quantising operators and products."""
