@@ -86,7 +86,8 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
         raise Unsupported(f"weight_block_size {block}: only [{BLOCK}, {BLOCK}] is read")
     if activation == "static":
         raise Unsupported("activation_scheme 'static' with weight_block_size: blocks have dynamic activations")
-    return Scheme("block", "block", scale_name="weight_scale_inv", skipped=skipped, source="block FP8")
+    # DeepSeek's own checkpoints leave the head alone and list nothing; transformers skips it without being told, too.
+    return Scheme("block", "block", scale_name="weight_scale_inv", skipped=(*skipped, "lm_head"), source="block FP8")
 
 
 def _compressed(config: Mapping[str, Any]) -> Scheme:
