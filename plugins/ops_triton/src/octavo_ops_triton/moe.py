@@ -43,13 +43,14 @@ class Tile:
     group: int = 1
 
 
-def tiles(pairs: int, experts: int, bits: int) -> tuple[Tile, Tile]:
-    """(gate_up, down) for `pairs` rows over `experts`, with weights of `bits`."""
+def tiles(pairs: int, experts: int, inner: int, bits: int) -> tuple[Tile, Tile]:
+    """(gate_up, down) for `pairs` rows over `experts` of width `inner`, with weights of `bits`."""
     if bits == 32:
         return Tile(16, 32, 32, 4, 3), Tile(16, 64, 32, 4, 3)
     if pairs <= FEW:
         m = 16 if pairs <= 4 * experts else 32 if pairs <= 16 * experts else 64
-        return Tile(m, 32, 128, 4, 5 if m == 16 else 4), Tile(m, 32, 128, 4, 5) if pairs <= 64 else Tile(m, 64, 128, 4, 4)
+        narrow = pairs <= 64 and inner >= 2048  # else fewer, larger programs
+        return Tile(m, 32, 128, 4, 5 if m == 16 else 4), Tile(m, 32, 128, 4, 5) if narrow else Tile(m, 64, 128, 4, 4)
     each = pairs // experts
     if each <= 96:
         return Tile(64, 64, 64, 4, 4, 4), Tile(64, 128, 64, 4, 4, 4)
@@ -106,7 +107,7 @@ class GroupedExperts:
                 f"experts: x {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}, "
                 f"weights {list(weights.shape)} and ids {list(ids.shape)} do not fit"
             )
-        first, second = tiles(pairs, count, gate_up.element_size() * 8)
+        first, second = tiles(pairs, count, inner, gate_up.element_size() * 8)
         few = pairs <= FEW
         ids, weights = ids.contiguous(), weights.contiguous()
         order, counts = (ids, ids) if few else self._sort(ids.view(-1), count)
