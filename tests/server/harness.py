@@ -67,7 +67,7 @@ class Server:
 
     def _find_url(self) -> str:
         assert self.process.poll() is None, self.text
-        found = re.search(r"listens on (http://\S+);", self.text)
+        found = re.search(r"listens on (https?://\S+);", self.text)
         return found[1] if found else ""
 
     def ready(self) -> Server:
