@@ -18,10 +18,12 @@ from octavo.config import EngineConfig
 from octavo.engine.plan import plan_engine
 from octavo.plugins import discover
 from octavo.testing.model import transformers_model
+from safetensors.torch import load_file, save_file
 
+from tests.plugins.fp8 import by_block
 from tests.tiny import VOCAB, write_text_files
 
-SOURCE = Path(__file__).parents[2] / "plugins" / "models_deepseek" / "src"
+PLUGINS = Path(__file__).parents[2] / "plugins"
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": VOCAB, "hidden_size": 48,
     "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -37,13 +39,15 @@ PROMPT = [5 + (7 * i) % 500 for i in range(70)]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The plugin as pip leaves it: its package and its dist-info on the path."""
-    site = tmp_path_factory.mktemp("site")
-    info = site / "octavo_models_deepseek-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: octavo-models-deepseek\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[octavo]\nmodels_deepseek = octavo_models_deepseek\n")
-    added = [str(site), str(SOURCE)]
+    """The plugins as pip leaves them: their packages and their dist-infos on the path."""
+    added: list[str] = []
+    for name in ("models_deepseek", "quant_fp8"):
+        site = tmp_path_factory.mktemp(name)
+        info = site / f"octavo_{name}-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: octavo-{name.replace('_', '-')}\nVersion: 0.1.0\n")
+        (info / "entry_points.txt").write_text(f"[octavo]\n{name} = octavo_{name}\n")
+        added += [str(site), str(PLUGINS / name / "src")]
     sys.path[:0] = added
     yield
     for path in added:
@@ -89,6 +93,32 @@ def test_a_pool_that_is_too_small_for_all_changes_no_token(model: tuple[Path, An
     prompts = [[5 + (i * k) % 500 for i in range(40)] for k in (3, 5, 7, 11)]
     roomy = greedy(llm(folder), prompts, 24)
     assert greedy(llm(folder, num_gpu_blocks_override=12, block_size=8), prompts, 24) == roomy
+
+
+def test_block_fp8_weights_give_the_tokens_of_what_they_stand_for(tmp_path: Path, installed: None) -> None:
+    """kv_b_proj too, which attention never multiplies by: absorbed, it is what its Linear makes of unit vectors."""
+    dense = CONFIG | {"first_k_dense_replace": 3}
+    right = transformers_model(dense)
+    right.save_pretrained(tmp_path / "stored")
+    stored, plain = load_file(tmp_path / "stored" / "model.safetensors"), {}
+    quantised: dict[str, torch.Tensor] = {}
+    for name, tensor in stored.items():
+        if name.endswith("_proj.weight") or "_proj_with_mqa" in name:
+            parts, plain[name] = by_block(tensor)
+            quantised |= {f"{name.removesuffix('.weight')}.{kind}": part for kind, part in parts.items()}
+        else:
+            quantised[name] = plain[name] = tensor
+    block = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    for folder, tensors, more in (("plain", plain, {}), ("fp8", quantised, {"quantization_config": block})):
+        (tmp_path / folder).mkdir()
+        save_file(
+            {name: t.float() if t.dtype == torch.float64 else t for name, t in tensors.items()},
+            tmp_path / folder / "model.safetensors",
+        )
+        (tmp_path / folder / "config.json").write_text(json.dumps(dense | more))
+        write_text_files(tmp_path / folder)
+    exact = {"quantizer": {"fp8": {"activations": "none"}}}
+    assert greedy(llm(tmp_path / "fp8", plugins=exact), [PROMPT], 12) == greedy(llm(tmp_path / "plain"), [PROMPT], 12)
 
 
 def test_explain_names_the_latent_group_and_what_a_token_costs(model: tuple[Path, Any]) -> None:
