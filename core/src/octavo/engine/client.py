@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 import zmq
@@ -33,7 +34,7 @@ STOP_SECONDS = 3.0
 
 
 class EngineProcess:
-    """start() returns once the engine serves. `on_message(kind, body)` gets EVENTS and REFUSED;
+    """start() returns once the engine serves. `on_message(kind, body)` gets EVENTS, REFUSED and PREFIX_STATE;
     `on_death(reason)` is called once if the engine ends without being asked to."""
 
     def __init__(
@@ -70,13 +71,12 @@ class EngineProcess:
             limit=LIMIT,
         )
         # A PAIR socket waits for its peer: a child that dies before it connects must be seen while we wait.
+        # They outlive whoever asked for this engine: what they log is not part of that request.
         self._tasks = [
-            asyncio.create_task(self._introduce(config)),
-            asyncio.create_task(self._read()),
-            asyncio.create_task(self._watch()),
+            asyncio.create_task(work, context=Context()) for work in (self._introduce(config), self._read(), self._watch())
         ]
         if self._process.stderr is not None:
-            self._log = asyncio.create_task(relay(self._process.stderr))
+            self._log = asyncio.create_task(relay(self._process.stderr), context=Context())
         try:
             return await self._ready
         except BaseException:
@@ -94,6 +94,10 @@ class EngineProcess:
 
     def reset_prefix_cache(self) -> None:
         self._send(messages.RESET, None)
+
+    def prefix(self, order: messages.PrefixOrder) -> None:
+        """Its answer comes as PREFIX_STATE."""
+        self._send(messages.PREFIX, order)
 
     def _send(self, kind: bytes, body: Any) -> None:
         if not self._closing:

@@ -1,0 +1,149 @@
+"""How long a switch of models takes under load, whether a request is lost, and whether memory comes back.
+
+    python benchmarks/hot_swap.py MODEL [--streams 50] [--rounds 5] [-- flags of `octavo serve`]
+
+A server serves MODEL; a second engine of it is added beside the first while streams run, becomes the
+default and gives way again, `rounds` times; then the second is removed. A switch is measured from the
+administrator's request to the first token of the new default. Loopback only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+KEY = "key-of-this-benchmark"
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
+
+
+def start(model: str, flags: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]:
+    command = [sys.executable, "-m", "octavo", "serve", model, "--port", "0", "--served-model-name", "first"]
+    command += ["--admin-api-key", KEY, "--disable-log-requests", *flags]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    while process.poll() is None:
+        found = re.search(r"listens on (http://\S+);", log.read_text(errors="replace"))
+        if found and httpx.get(found[1] + "/ready").status_code == 200:
+            return process, found[1]
+        time.sleep(0.1)
+    raise SystemExit(log.read_text(errors="replace"))
+
+
+async def events(response: httpx.Response) -> Any:
+    async for line in response.aiter_lines():
+        if line:
+            yield line.removeprefix("data: ")
+
+
+class Load:
+    """`streams` clients that each stream one answer after the other until told to stop."""
+
+    def __init__(self, client: httpx.AsyncClient, tokens: int) -> None:
+        self._client, self._tokens = client, tokens
+        self.stopped, self.ended, self.lost = False, Counter[str](), Counter[str]()
+        self.begun = asyncio.Semaphore(0)
+
+    async def one(self) -> None:
+        body = {"prompt": PROMPT, "max_tokens": self._tokens, "ignore_eos": True, "stream": True}
+        while not self.stopped:
+            last = ""
+            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                async for last in events(response):
+                    self.begun.release()
+            served = response.headers.get("x-octavo-model", "?")
+            (self.ended if last == "[DONE]" else self.lost)[served if last == "[DONE]" else last[:200]] += 1
+
+
+async def switch(client: httpx.AsyncClient, admin: httpx.AsyncClient, name: str) -> float:
+    began = time.perf_counter()
+    (await admin.post(f"/admin/models/{name}/default")).raise_for_status()
+    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for _ in events(response):
+            seconds = time.perf_counter() - began
+            assert response.headers["x-octavo-model"] == name
+            break
+    return seconds
+
+
+async def memory(client: httpx.AsyncClient) -> dict[str, float]:
+    """Bytes: all engines' resident memory, and what the GPUs hold where there are any."""
+    page = (await client.get("/metrics")).text
+    found: Counter[str] = Counter()
+    for name in ("octavo_engine_resident_bytes", "octavo_gpu_memory_used_bytes"):
+        for value in re.findall(rf"^{name}{{.*}} (\S+)$", page, re.M):
+            found[name] += float(value)  # type: ignore[assignment]
+    return dict(found)
+
+
+async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client,
+        httpx.AsyncClient(base_url=url, timeout=300, headers={"Authorization": f"Bearer {KEY}"}) as admin,
+    ):
+        told: dict[str, Any] = {"memory before": await memory(client)}
+        load = Load(client, args.tokens)
+        streams = [asyncio.create_task(load.one()) for _ in range(args.streams)]
+        for _ in range(args.streams):
+            await load.begun.acquire()
+        began = time.perf_counter()
+        answer = await admin.post("/admin/models", json={"name": "second", "model": model, "settings": args.settings})
+        told["seconds to add under load"] = round(time.perf_counter() - began, 2)
+        if answer.status_code != 201:
+            raise SystemExit(answer.text)
+        told["memory with two"] = await memory(client)
+        waits = []
+        for name in ("second", "first") * args.rounds:
+            waits.append(await switch(client, admin, name))
+            await asyncio.sleep(0.5)
+        load.stopped = True
+        await asyncio.gather(*streams)
+        told["switches to the first token, ms"] = [round(1000 * wait, 1) for wait in waits]
+        told["median, ms"] = round(1000 * statistics.median(waits), 1)
+        told["streams ended by model"], told["streams lost"] = dict(load.ended), dict(load.lost)
+        (await admin.delete("/admin/models/second")).raise_for_status()
+        await asyncio.sleep(2)
+        told["memory after removal"] = await memory(client)
+        return told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("model")
+    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settings", type=json.loads, default={}, help="settings of the second model, as JSON")
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:cut])
+    args.flags = sys.argv[cut + 1 :]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        process, url = start(args.model, args.flags, log)
+        try:
+            print(json.dumps(asyncio.run(measure(url, args.model, args)), indent=1), flush=True)
+        except BaseException:
+            print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+            raise
+        finally:
+            process.terminate()
+            process.wait(60)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
