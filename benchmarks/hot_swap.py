@@ -61,7 +61,8 @@ class Load:
         while not self.stopped:
             last = ""
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
-                async for last in events(response):
+                async for event in events(response):
+                    last = event
                     self.begun.release()
             served = response.headers.get("x-octavo-model", "?")
             (self.ended if last == "[DONE]" else self.lost)[served if last == "[DONE]" else last[:200]] += 1
