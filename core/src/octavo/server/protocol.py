@@ -233,6 +233,8 @@ class ChatRequest(_OpenAI):
         "metadata": (({},), "nothing is stored"),
         "web_search_options": ((), "there is no web search"),
         "prompt_cache_retention": ((), "the prefix cache decides by itself"),
+        "prompt_cache_options": ((), "the prefix cache decides by itself"),
+        "moderation": ((), "nothing is moderated"),
         "chat_template": ((), "templates are server configuration (--chat-template)"),
         "documents": (([],), "there is no retrieval"),
         "echo": ((False,), "use /v1/completions"),
