@@ -33,6 +33,7 @@ torch.set_num_threads(1)
 torch.manual_seed(1)
 from octavo.catalog import Device
 from octavo.interfaces import OperatorParts
+from octavo.engine.inputs import decode_inputs
 from octavo.model import operators as oracle
 from octavo_ops_triton.operators import TritonOperators
 from octavo_ops_triton.provider import TritonOptions
@@ -59,6 +60,22 @@ def rope():
         want = oracle.qk_norm_rope(x.clone(), weight, 1e-5, cos, sin)
         near(ops["qk_norm_rope"](x, weight, 1e-5, cos, sin), want)
         assert torch.equal(wide[:, heads:], rest), "the values beside q and k have changed"
+
+def angles():
+    positions = torch.tensor([0, 1, 257, 70001, 2**20 - 1, 5, 6, 7, 8])
+    for frequencies in (torch.rand(1, 12), torch.rand(9, 12)):
+        want = oracle.rope_angles(positions, frequencies, 1.25, torch.float32)
+        for got, right in zip(ops["rope_angles"](positions, frequencies, 1.25, torch.float32), want):
+            torch.testing.assert_close(got, right, rtol=0, atol=1e-6)
+
+def inputs():
+    tables = [torch.randint(0, 99, (5, 8), dtype=torch.int32) for _ in range(2)]
+    tokens, bound = torch.randint(0, 9999, (5, 60), dtype=torch.int32), torch.arange(5) * 100
+    rows, positions = torch.tensor([4, 0, 2]), torch.tensor([0, 31, 17])
+    want = decode_inputs(rows, positions, tokens, bound, tables, [8, 16])
+    got = ops["decode_inputs"](rows, positions, tokens, bound, tables, [8, 16])
+    for a, b in zip((*got[:4], *got[4]), (*want[:4], *want[4])):
+        assert a.dtype == b.dtype and torch.equal(a, b)
 
 def activation():
     for size in (32, 1030):
@@ -125,11 +142,15 @@ def draw_follows_the_softmax():
     seen = torch.bincount(tokens, minlength=5)
     chi = float(((seen - count * p) ** 2 / (count * p)).sum())
     assert chi < 18.5, (chi, seen)  # 4 degrees of freedom, 0.1%
+    table, slots = torch.zeros(count, 300, dtype=torch.int32), torch.randperm(count)
+    again, _ = ops["draw"](logits, torch.ones(count), torch.full((count,), 11), torch.arange(count), 5, (table, slots))
+    assert torch.equal(again, tokens) and torch.equal(table[slots, torch.arange(count)], tokens)
+    assert int((table != 0).sum()) == int((tokens != 0).sum()), "a draw has written beside its rows' places"
     alone = [int(ops["draw"](logits[:1], torch.ones(1), torch.tensor([11]), torch.tensor([i]), 5)[0]) for i in range(5)]
     assert alone == tokens[:5].tolist(), "a row's token depends on its batch"
 
 found = {}
-for check in (norms, rope, activation, embedding, linear, draw_equals_the_definition, draw_greedy_and_failures, draw_follows_the_softmax):
+for check in (norms, rope, angles, inputs, activation, embedding, linear, draw_equals_the_definition, draw_greedy_and_failures, draw_follows_the_softmax):
     try:
         check()
         found[check.__name__] = ""
@@ -141,6 +162,8 @@ print(json.dumps(found))
 CHECKS = (
     "norms",
     "rope",
+    "angles",
+    "inputs",
     "activation",
     "embedding",
     "linear",

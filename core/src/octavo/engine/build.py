@@ -101,6 +101,10 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
         )
     )
     stream = random.Random(plan.config.seed)
+
+    def salt(bound: int) -> str:
+        return variants(plan.facts.ropes, bound)
+
     scheduler = plan.scheduler.create(
         SchedulerParts(
             allocator=allocator,
@@ -111,24 +115,30 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
             hard_blocks=plan.sizing.hard,
             clock=time.monotonic,
             seeds=lambda: stream.getrandbits(63),
-            salt=lambda bound: variants(plan.facts.ropes, bound),
+            salt=salt,
             swap_pays=swap_policy(plan.config.preemption_mode, _swap_cost(plan, device)),
         )
     )
     executor = plan.executor.create(
         ExecutorParts(
-            runner=lambda: _runner(plan, model, backend, device, sampler, pool),
+            runner=lambda: _runner(plan, model, backend, device, sampler, pool, operators),
             asynchronous=device.type == "cuda",
         )
     )
-    engine = Engine(_info(plan), scheduler, allocator, executor, plan.explain(), _watch(plan, allocator, executor))
+    engine = Engine(_info(plan), scheduler, allocator, executor, plan.explain(), _watch(plan, allocator, executor), salt)
     plan.catalog.ready(engine)
     _announce(plan, time.perf_counter() - began)
     return engine
 
 
 def _runner(
-    plan: Plan, model: Model, backend: AttentionBackend, device: torch.device, sampler: Sampler, pool: Pool
+    plan: Plan,
+    model: Model,
+    backend: AttentionBackend,
+    device: torch.device,
+    sampler: Sampler,
+    pool: Pool,
+    operators: OperatorSet,
 ) -> ModelRunner:
     runner = ModelRunner(
         model,
@@ -140,6 +150,7 @@ def _runner(
         pool.scratch,
         before_step=_between_steps(plan),
         swap=make_swap_space(pool, plan.host_slots) if plan.host_slots or plan.elastic else None,
+        decode_inputs=operators.find("decode_inputs"),
     )
     if device.type == "cuda" and backend.graphs != "none" and not plan.config.enforce_eager:
         runner.use_graphs()

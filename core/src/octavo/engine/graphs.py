@@ -35,7 +35,7 @@ class _Bucket:
 
     def __init__(self, size: int, state: StateTable, device: torch.device) -> None:
         self.size = size
-        # Rows, start positions, seeds, temperatures (float64 bits): all that the host sends for a decode step.
+        # Rows, start positions, seeds, temperatures (float32, in the first half): all that the host sends for a decode step.
         self.columns = torch.zeros((4, size), dtype=torch.int64, device=device)
         self.columns[0] = state.scratch_row
         self.query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
@@ -112,26 +112,25 @@ class DecodeGraphs:
         columns[0, :rows], columns[1, :rows] = batch.slots, batch.start
         if self._sampler.draw is not None:
             temperature, columns[2, :rows] = self._sampler.columns(batch.slots)
-            columns[3, :rows] = temperature.view(np.int64)
+            columns[3].view(np.float32)[:rows] = temperature
         bucket.columns.copy_(self._state.send(columns), non_blocking=True)
 
-    def _step(self, bucket: _Bucket, host: StepHost) -> Step:
+    def _step(self, bucket: _Bucket, host: StepHost) -> tuple[Step, Tensor]:
         rows, positions = bucket.columns[0], bucket.columns[1]
         return self._state.decode_step(rows, positions, bucket.query_start, bucket.index, host)
 
     def _forward(self, bucket: _Bucket, host: StepHost) -> Answer:
-        step = bucket.step = self._step(bucket, host)
+        step, after = self._step(bucket, host)
+        bucket.step = step
         self._attention.prepare(step)
         self._attention.plan(step)
         logits = self._model.logits(self._model.forward(step))
         if self._sampler.draw is None:
             return Answer(logits)
-        rows, start, seed, temperature = bucket.columns.unbind()
-        after = start + 1
-        vocab = self._sampler.vocab
-        tokens, failed = self._sampler.draw(logits, temperature.view(torch.float64).float(), seed, after, vocab)
-        self._state.tokens[rows, after] = tokens
-        return Answer(logits, tokens, failed)
+        rows, _, seed, warmth = bucket.columns.unbind()
+        temperature = warmth.view(torch.float32)[: bucket.size]
+        keep = (self._state.tokens, rows)
+        return Answer(logits, *self._sampler.draw(logits, temperature, seed, after, self._sampler.vocab, keep))
 
     def _record(self, bucket: _Bucket, host: StepHost) -> None:
         """Run once outside the graph (kernels compile, libraries allocate), then capture."""

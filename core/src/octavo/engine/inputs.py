@@ -7,7 +7,7 @@ sampled token never makes a round trip through the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,10 +20,19 @@ from octavo.request import Batch, TableUpdate
 class StateTable:
     """tokens int32 [max_num_seqs + 1, max_model_len + 1]; tables per group int32 [max_num_seqs + 1, columns];
     bound int64 [max_num_seqs + 1] (length bound of each sequence, for dynamic RoPE). The last row is
-    `scratch_row`: it belongs to no sequence, and its tables name only the pool's scratch page."""
+    `scratch_row`: it belongs to no sequence, and its tables name only the pool's scratch page. fused: the
+    operator "decode_inputs", where somebody offers it."""
 
-    def __init__(self, groups: Sequence[KVGroup], limits: Limits, device: torch.device, scratch_page: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        limits: Limits,
+        device: torch.device,
+        scratch_page: int,
+        fused: DecodeInputs | None = None,
+    ) -> None:
         rows = limits.max_num_seqs + 1
+        self._decode_inputs = fused or decode_inputs
         self._device = device
         self._block_sizes = [g.block_size for g in groups]
         self.scratch_row = limits.max_num_seqs
@@ -48,27 +57,31 @@ class StateTable:
             rows, cols, blocks = self.send(np.stack([update.rows, update.cols, update.blocks]))
             self.tables[update.group][rows.long(), cols.long()] = blocks
 
-    def decode_step(self, rows: Tensor, positions: Tensor, query_start: Tensor, index: Tensor, host: StepHost) -> Step:
-        """A step of one token per row, from tensors alone: it may run inside a captured graph."""
-        return Step(
-            token_ids=self.tokens[rows, positions].long(),
+    def decode_step(
+        self, rows: Tensor, positions: Tensor, query_start: Tensor, index: Tensor, host: StepHost
+    ) -> tuple[Step, Tensor]:
+        """A step of one token per row, from tensors alone: it may run inside a captured graph; and where each
+        row's next token goes (positions + 1)."""
+        ids, after, lengths, bounds, slots = self._decode_inputs(
+            rows, positions, self.tokens, self.bound, self.tables, self._block_sizes
+        )
+        step = Step(
+            token_ids=ids,
             positions=positions,
             query_start=query_start,
-            seq_lens=(positions + 1).int(),
+            seq_lens=lengths,
             rows=rows,
             tables=self.tables,
-            slot_mapping=self._slot_mapping(rows, positions),
+            slot_mapping=slots,
             token_rows=rows,
             logit_index=index,
             host=host,
-            rope_tokens=self.bound[rows],
+            rope_tokens=bounds,
         )
+        return step, after
 
     def _slot_mapping(self, token_rows: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            table[token_rows, positions // size].long() * size + positions % size
-            for table, size in zip(self.tables, self._block_sizes, strict=True)
-        )
+        return slot_mapping(token_rows, positions, self.tables, self._block_sizes)
 
     def step(self, batch: Batch) -> Step | None:
         """The rows of the batch that compute something, as flat token columns; None if there are none."""
@@ -113,3 +126,28 @@ class StateTable:
         if self._device.type == "cuda":
             return tensor.pin_memory().to(self._device, non_blocking=True)
         return tensor
+
+
+DecodeInputs = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]]]
+
+
+def decode_inputs(
+    rows: Tensor, positions: Tensor, tokens: Tensor, bound: Tensor, tables: Sequence[Tensor], block_sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """What a step of one new token a row reads of the state table: rows and positions int64 [R]; tokens, bound and
+    tables are the table's. The oracle of the operator ("decode_inputs", "plain").
+
+    Returns token ids int64 [R], positions + 1 int64 [R], sequence lengths int32 [R], length bounds int64 [R] and,
+    of each KV group, cache slots int64 [R]."""
+    ids, after = tokens[rows, positions].long(), positions + 1
+    return ids, after, after.int(), bound[rows], slot_mapping(rows, positions, tables, block_sizes)
+
+
+def slot_mapping(
+    token_rows: Tensor, positions: Tensor, tables: Sequence[Tensor], block_sizes: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Of each KV group, the cache slots int64 [T] of tokens at positions [T] of state-table rows [T]."""
+    return tuple(
+        table[token_rows, positions // size].long() * size + positions % size
+        for table, size in zip(tables, block_sizes, strict=True)
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.cache.swap import SwapSpace
 from octavo.engine.graphs import DecodeGraphs
-from octavo.engine.inputs import StateTable
+from octavo.engine.inputs import DecodeInputs, StateTable
 from octavo.interfaces import AttentionBackend, KVGroup, Limits, Model
 from octavo.request import Batch, Result, SamplingParams, TableUpdate, TokenLogprobs
 from octavo.sampling.sampler import Sampled, Sampler, prompt_logprobs
@@ -58,10 +58,11 @@ class ModelRunner:
         scratch_page: int,
         before_step: Callable[[], None] = lambda: None,
         swap: SwapSpace | None = None,
+        decode_inputs: DecodeInputs | None = None,
     ) -> None:
         self._model, self._attention, self._sampler = model, attention, sampler
         self._limits, self._device = limits, device
-        self._state = StateTable(groups, limits, device, scratch_page)
+        self._state = StateTable(groups, limits, device, scratch_page, decode_inputs)
         self._prompts: dict[int, tuple[SamplingParams, np.ndarray]] = {}  # slots that want prompt logprobs
         self._graphs: DecodeGraphs | None = None
         self._before_step = before_step

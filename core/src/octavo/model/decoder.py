@@ -33,7 +33,8 @@ class Decoder:
         self._head, self._softcap = self._build_head(config, parts), config.logit_softcap
         # Layers with equal RoPE share one set of angles, computed once a step.
         ropes = config.ropes
-        self._rotaries = [Rotary(rope, max_len=parts.limits.max_model_len, dtype=dtype, device=device) for rope in ropes]
+        longest, angles = parts.limits.max_model_len, parts.op("rope_angles")
+        self._rotaries = [Rotary(rope, max_len=longest, dtype=dtype, device=device, angles=angles) for rope in ropes]
         self._rope_of = [ropes.index(layer.rope) for layer in config.layers]
 
     def _build_head(self, config: DecoderConfig, parts: ModelParts) -> Linear:

@@ -81,6 +81,18 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
+def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [T, 1, d] in `dtype` and times factor, of positions int64 [T] turned by frequencies float32
+    [1 or T, d / 2] radians a position: both halves filled, the sign in sin's first half, as `rope` takes them. The
+    angle is a float64 product, see `octavo.model.rotary`."""
+    turns = positions.double().unsqueeze(1) * frequencies
+    cos, sin = turns.cos(), turns.sin()
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of gate_up [T, 2 I] = gate [T, I] beside up [T, I] (SwiGLU): a new tensor [T, I]."""
     gate, up = gate_up.chunk(2, -1)
@@ -185,6 +197,7 @@ OPERATORS: dict[tuple[str, str], Callable[..., Any]] = {
     ("rms_norm", "plain"): rms_norm,
     ("add_rms_norm", "plain"): add_rms_norm,
     ("qk_norm_rope", "plain"): qk_norm_rope,
+    ("rope_angles", "plain"): rope_angles,
     ("silu_mul", "plain"): silu_mul,
     ("gelu_tanh_mul", "plain"): gelu_tanh_mul,
     ("route", "plain"): route,

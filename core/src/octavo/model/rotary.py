@@ -10,11 +10,13 @@ which it would have to wrap or fail.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from octavo.interfaces import Step
+from octavo.model.operators import rope_angles
 from octavo.model.rope import RopeConfig
 
 
@@ -71,11 +73,20 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 class Rotary:
     """cos and sin of a step, for one RopeConfig.
 
-    max_len bounds the sequences, and so the number of variants of a type that varies with length.
+    max_len bounds the sequences, and so the number of variants of a type that varies with length. angles is the
+    operator "rope_angles".
     """
 
-    def __init__(self, rope: RopeConfig, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rope, self._dtype = rope, dtype
+    def __init__(
+        self,
+        rope: RopeConfig,
+        *,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        angles: Callable[..., tuple[Tensor, Tensor]] = rope_angles,
+    ) -> None:
+        self.rope, self._dtype, self._angles = rope, dtype, angles
         lengths = [rope.original]
         while rope.varies and lengths[-1] < rope.length(max_len):
             lengths.append(rope.length(lengths[-1] + 1))
@@ -97,9 +108,4 @@ class Rotary:
                     f"rope type {self.rope.type!r} depends on the sequence's length, but the step carries no rope_tokens"
                 )
             frequencies = frequencies[torch.bucketize(bounds, self._lengths)]
-        turns = positions.double().unsqueeze(1) * frequencies
-        cos, sin = turns.cos(), turns.sin()
-        if self.rope.attention_factor != 1.0:
-            cos, sin = cos * self.rope.attention_factor, sin * self.rope.attention_factor
-        cos, sin = cos.to(self._dtype), sin.to(self._dtype)
-        return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+        return self._angles(positions, frequencies, self.rope.attention_factor, self._dtype)

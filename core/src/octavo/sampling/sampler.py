@@ -76,9 +76,10 @@ class Sampled:
         return {int(row): entry for row, entry in zip(self.rows, entries, strict=True) if not failed[row]}
 
 
-DrawOperator = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+DrawOperator = Callable[..., tuple[Tensor, Tensor]]
 """The operator ("draw", "plain"): (logits float32 [S, width], temperature float32 [S] (0: greedy), seed int64 [S],
-position int64 [S], vocab) -> (tokens int32 [S], failed bool [S]). A row's token depends on its own row only."""
+position int64 [S], vocab, keep=None) -> (tokens int32 [S], failed bool [S]). A row's token depends on its own row only.
+keep: (token table int32 [rows, length], slots int64 [S]), whose row slots[i] gets the token at position[i]."""
 
 
 class Sampler:

@@ -2,7 +2,7 @@
 
 Owns which (name, format) there are; arithmetic is in kernels/, signatures are those of
 `octavo.model.operators` (`draw` and `small_linear` have no counterpart there: their functions say what
-they compute). Holds no state but compiled kernels.
+they compute; that of `decode_inputs` is in `octavo.engine.inputs`). Holds no state but compiled kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.interfaces import OperatorParts
 
-from octavo_ops_triton.kernels import activation, draw, embedding, linear, norm, rope
+from octavo_ops_triton.kernels import activation, angles, draw, embedding, inputs, linear, norm, rope
 from octavo_ops_triton.launch import Launcher
 from octavo_ops_triton.moe import GroupedExperts, route
 from octavo_ops_triton.provider import TritonOptions
@@ -31,6 +31,8 @@ class TritonOperators:
             "qk_norm_rope": rope.qk_norm_rope,
             "silu_mul": activation.silu_mul,
             "draw": draw.draw,
+            "rope_angles": angles.rope_angles,
+            "decode_inputs": inputs.decode_inputs,
         }
         self.ops: Mapping[tuple[str, str], Callable[..., Any]] = {
             ("small_linear", "plain"): linear.SmallLinear(launcher),

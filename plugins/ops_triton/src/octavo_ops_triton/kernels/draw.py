@@ -121,8 +121,12 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def choose_kernel(best_ptr, at_ptr, bad_ptr, tokens_ptr, failed_ptr, splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The best of one row's splits. Ids ascend with splits, so of equal scores the lowest id is the lowest of all."""
+def choose_kernel(
+    best_ptr, at_ptr, bad_ptr, tokens_ptr, failed_ptr, table_ptr, slots_ptr, position_ptr, splits,
+    TABLE_STRIDE: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best of one row's splits. Ids ascend with splits, so of equal scores the lowest id is the lowest of all.
+    KEEP: the token is also written where the next step looks for it."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < splits
@@ -132,20 +136,29 @@ def choose_kernel(best_ptr, at_ptr, bad_ptr, tokens_ptr, failed_ptr, splits, BLO
     bad = tl.load(bad_ptr + row * splits + i, mask=mask, other=0)
     top = tl.max(best)
     failed = (tl.max(bad) > 0) | (top == float("-inf"))
-    token = tl.min(tl.where(best == top, at, 2147483647))
-    tl.store(tokens_ptr + row, tl.where(failed, 0, token))
+    token = tl.where(failed, 0, tl.min(tl.where(best == top, at, 2147483647)))
+    tl.store(tokens_ptr + row, token)
     tl.store(failed_ptr + row, failed)
+    if KEEP:
+        tl.store(table_ptr + tl.load(slots_ptr + row) * TABLE_STRIDE + tl.load(position_ptr + row), token)
 
 
 def draw(
-    launch: Launcher, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, valid_vocab: int
+    launch: Launcher,
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    valid_vocab: int,
+    keep: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(tokens int32 [S], failed bool [S]): one token a row, drawn from softmax(logits / temperature).
 
     logits float32 [S, V], rows dense, of which the first valid_vocab count; temperature float32 [S], 0 for the
     largest logit (of equal ones the lowest id); seed and position int64 [S]. A row's token is a function of its own
     values alone. A logit of -inf is an excluded token. failed: a logit is NaN or +inf, or every token is
-    excluded; the token is then 0. Two launches, nothing waits, nothing is allocated but results and partial ones.
+    excluded; the token is then 0. keep: (a token table int32 [rows, length], slots int64 [S]): row slots[i] gets the token at
+    position[i]. Two launches, nothing waits, nothing is allocated but results and partial ones.
     """
     count, width = logits.shape
     if not 0 < valid_vocab <= width:
@@ -173,5 +186,7 @@ def draw(
     tensors = (logits, temperature, seed, position, best, at, bad)
     launch(scan_kernel, (count, splits), tensors, (each, splits), constants, warps=4)
     block = triton.next_power_of_2(tiles)
-    launch(choose_kernel, (count, 1), (best, at, bad, tokens, failed), (splits,), (block,), warps=1)
+    table, slots = (tokens, position) if keep is None else keep
+    pointers = (best, at, bad, tokens, failed, table, slots, position)
+    launch(choose_kernel, (count, 1), pointers, (splits,), (table.stride(0), keep is not None, block), warps=1)
     return tokens, failed
