@@ -54,6 +54,9 @@ class EngineConfig(_Config):
     quantization: str | None = _field(
         None, "Weight format by name; default is what the checkpoint says.", short="-q", group="model"
     )
+    awq_ckpt_path: str | None = _field(
+        None, "AWQ checkpoint of MODEL: its weights are served with MODEL's tokenizer and chat template.", group="model"
+    )
     seed: int = _field(0, "Seed of the stream that unseeded requests draw from.", group="model", ge=0)
 
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "Where to run.", group="device")
@@ -89,6 +92,10 @@ class EngineConfig(_Config):
     dynamic_memory: bool = _field(False, "Let the KV cache grow and shrink while it serves, by how full it is.", group="cache")
     dynamic_memory_interval: float = _field(30.0, "Seconds between two looks at how full it is.", group="cache", gt=0)
     enable_prefix_caching: bool = _field(True, "Reuse the KV of shared prompt prefixes.", group="cache")
+    warm_prefixes: str | None = _field(
+        None, "File of prompts or conversations (YAML, JSON, or a text a line) to have in the prefix cache before the first request.",
+        group="cache",
+    )  # fmt: skip
 
     max_num_seqs: int = _field(256, "Sequences in one step.", group="scheduler", ge=1)
     max_num_batched_tokens: int | None = _field(

@@ -10,14 +10,18 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from octavo.cache.prefix import PUBLIC
 from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.client import STOP_SECONDS, EngineProcess
+from octavo.engine.prefixes import Prefix, Warmed, read_prefixes
 from octavo.engine.streams import Prompt, Stream, prompt_parts
-from octavo.errors import AdmissionRefused, ConfigError, EngineDead
+from octavo.errors import AdmissionRefused, ConfigError, EngineDead, RequestError
 from octavo.model.source import ModelSource, resolve_source
 from octavo.request import EngineStats, Event, Events, ModelInfo, Request, SamplingParams, check_request
 from octavo.text.chat import Messages, render_chat
@@ -30,6 +34,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Observer = Callable[[list[Event], EngineStats], None]
+
+WARM_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+WARM_OPTIONS: dict[str, Any] = {
+    "priority": 0,
+    "tenant": "",
+    "domain": PUBLIC,
+    "deadline": None,
+    "weight": 1.0,
+    "delta": False,
+}
+"""A request that only leaves its K/V behind."""
 
 
 class AsyncLLM:
@@ -53,6 +68,7 @@ class AsyncLLM:
         self._engine = EngineProcess(self._on_message, self._on_death, relay_log=relay_log)
         self._processor: OutputProcessor
         self._streams: dict[str, Stream] = {}
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ids = itertools.count()
         self._observers: list[Observer] = []
         self._idle = asyncio.Event()
@@ -73,6 +89,7 @@ class AsyncLLM:
         Raises ConfigError, LoadError or PluginError for what the caller can mend, EngineDead for a crash.
         """
         began = time.perf_counter()
+        prefixes = await asyncio.to_thread(read_prefixes, config.warm_prefixes) if config.warm_prefixes else []
         source = await asyncio.to_thread(resolve_source, config.model, config.revision, weights=config.load_format != "dummy")
         llm = cls(config, source, relay_log=relay_log)
         try:
@@ -88,7 +105,23 @@ class AsyncLLM:
         llm.info, llm.explain, llm.inventory, llm.alive = ready.info, ready.explain, ready.inventory, True
         llm.stats.free_blocks = ready.info.num_blocks
         log.info("engine ready in %.1f s (%.1f s of it in its own process)", time.perf_counter() - began, ready.seconds)
+        await llm._warm_start(prefixes, on_progress)
         return llm
+
+    async def _warm_start(self, prefixes: list[Prefix], on_progress: Callable[[messages.Progress], None] | None) -> None:
+        if not prefixes:
+            return
+        began = time.perf_counter()
+        try:
+            warmed = await self.warm(prefixes, on_progress=on_progress)
+        except BaseException as error:
+            await self._engine.close(grace=0.5)
+            if isinstance(error, RequestError):
+                raise ConfigError(f"--warm-prefixes {self.config.warm_prefixes}: {error}") from error
+            raise
+        tokens, pinned = sum(w.tokens for w in warmed), sum(w.pinned for w in warmed)
+        seconds = time.perf_counter() - began
+        log.info("%d prefixes of %d tokens warmed in %.1f s, %d tokens pinned", len(warmed), tokens, seconds, pinned)
 
     # ------------------------------------------------------------ requests
 
@@ -212,8 +245,58 @@ class AsyncLLM:
         """End a request by the id its outputs carry (its own, where none was given)."""
         self._end_stream(request_id, None)
 
+    # ------------------------------------------------------------ the prefix cache
+
     def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix and every pin."""
         self._engine.reset_prefix_cache()
+
+    async def prefix_cache(self) -> dict[str, Any]:
+        """What the prefix cache holds and has done (engine.prefixes.PrefixCache.state). Raises EngineDead."""
+        return await self._ask("state")
+
+    async def warm(
+        self, prefixes: Sequence[Prefix], *, pin: bool = False, on_progress: Callable[[messages.Progress], None] | None = None
+    ) -> list[Warmed]:
+        """Compute each prefix once, in the domain that every tenant may read, and pin those that say so (with `pin`,
+        all). Raises what `generate` raises, naming the prefix."""
+        results = []
+        for done, prefix in enumerate(prefixes):
+            if on_progress is not None:
+                on_progress(messages.Progress("prefixes", done, len(prefixes)))
+            ids = await self._prefix_ids(prefix)
+            outputs = self._generate({"prompt_token_ids": ids}, WARM_PARAMS, None, **WARM_OPTIONS)
+            last = [output async for output in outputs][-1]
+            if last.error:
+                raise EngineDead(f"prefix {done + 1}: {last.error}")
+            result = Warmed(len(ids), cached=last.num_cached_tokens)
+            if pin or prefix.pin:
+                pinned = msgspec.convert(await self._ask("pin", ids), Warmed)
+                result.pinned, result.note = pinned.pinned, pinned.note
+                if pinned.note:
+                    log.warning("prefix %d of %d tokens is not pinned: %s", done + 1, len(ids), pinned.note)
+            results.append(result)
+        return results
+
+    async def unpin_prefixes(self, prefixes: Sequence[Prefix]) -> list[Warmed]:
+        """Let go of pinned prefixes; they stay cached until something else needs their room."""
+        return [msgspec.convert(await self._ask("unpin", await self._prefix_ids(p)), Warmed) for p in prefixes]
+
+    async def _prefix_ids(self, prefix: Prefix) -> list[int]:
+        if prefix.messages is not None:
+            return await self.render_chat(list(prefix.messages), add_generation_prompt=False)
+        return await self.encode(prefix.prompt or "")
+
+    async def _ask(self, action: str, tokens: Sequence[int] = ()) -> dict[str, Any]:
+        self._refuse_if_closed()
+        order = messages.PrefixOrder(next(self._ids), action, list(tokens))
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[order.id] = answer
+        try:
+            self._engine.prefix(order)
+            return await answer
+        finally:
+            self._answers.pop(order.id, None)
 
     # ------------------------------------------------------------ more models
 
@@ -260,6 +343,8 @@ class AsyncLLM:
         elif kind == messages.REFUSED:
             refusal = AdmissionRefused(body.message, code=body.code, retry_after=body.retry_after)
             self._end_stream(body.request_id, refusal)
+        elif kind == messages.PREFIX_STATE and (answer := self._answers.get(body.id)) is not None and not answer.done():
+            answer.set_result(body.answer)
 
     def _on_step(self, step: Events) -> None:
         self.stats = step.stats
@@ -287,6 +372,9 @@ class AsyncLLM:
     def _fail_all(self, error: Exception) -> None:
         for stream in list(self._streams.values()):
             stream.fail(error)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     # ------------------------------------------------------------ the end
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from octavo.engine.memory import MemoryWatch
+from octavo.engine.prefixes import PrefixCache
 from octavo.errors import EngineDead
 from octavo.interfaces import Allocator, Executor, Handle, Scheduler
 from octavo.request import Batch, EngineStats, Event, Events, ModelInfo, Request
@@ -25,7 +27,7 @@ requests, a broken device must not burn through the whole queue."""
 
 class Engine:
     """explain is the plan's own account of every choice (octavo.engine.plan). watch is asked before each step
-    how the cache is (None: one that raises the alert and leaves the pool's size alone)."""
+    how the cache is (None: one that raises the alert and leaves the pool's size alone). salt: as the scheduler's, for prefixes that are pinned."""
 
     def __init__(
         self,
@@ -35,11 +37,13 @@ class Engine:
         executor: Executor,
         explain: dict[str, Any],
         watch: MemoryWatch | None = None,
+        salt: Callable[[int], str] = lambda bound: "",
     ) -> None:
         self.info, self.explain = info, explain
         self.allocator = allocator
         self._scheduler, self._executor = scheduler, executor
         self._watch = watch or MemoryWatch(allocator)
+        self.prefixes = PrefixCache(allocator, salt, info.max_model_len)
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
         self._failures = 0
         self._step_seconds = 0.0

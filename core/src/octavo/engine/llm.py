@@ -9,9 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from octavo.cache.prefix import PUBLIC
 from octavo.config import EngineConfig
 from octavo.engine.build import build_from_plan
 from octavo.engine.plan import plan_engine
+from octavo.engine.prefixes import Prefix, read_prefixes
 from octavo.engine.streams import Prompt, prompt_parts
 from octavo.errors import AdmissionRefused, ConfigError, OctavoError, RequestError
 from octavo.plugins import discover
@@ -40,6 +42,8 @@ class LLM:
         self.engine = build_from_plan(plan)
         self._processor = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
+        if config.warm_prefixes:
+            self._warm(read_prefixes(config.warm_prefixes))
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
@@ -85,6 +89,22 @@ class LLM:
         params = check_request(ids, params, self.engine.info)
         eos = self.engine.info.eos_token_ids
         return text, Request(id=f"r{next(self._ids)}", prompt=ids, params=params, eos_token_ids=eos, priority=priority)
+
+    def _warm(self, prefixes: Sequence[Prefix]) -> None:
+        """Compute each prefix once, and pin those that say so."""
+        params, pinned = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), []
+        requests: list[tuple[str | None, Request]] = []
+        for prefix in prefixes:
+            if prefix.messages is not None:
+                ids = render_chat(self.tokenizer, list(prefix.messages), add_generation_prompt=False)
+            else:
+                ids = self.tokenizer.encode(prefix.prompt or "")
+            check_request(ids, params, self.engine.info, param="warm_prefixes")
+            requests.append((None, Request(id=f"r{next(self._ids)}", prompt=ids, params=params, domain=PUBLIC)))
+            pinned += [ids] * prefix.pin
+        self._run(requests, False)
+        for ids in pinned:
+            self.engine.prefixes.pin(ids)
 
     def _run(self, requests: list[tuple[str | None, Request]], show: bool) -> list[RequestOutput]:
         """Step until all are finished. Whatever interrupts it, no request is left behind."""

@@ -1,8 +1,8 @@
 """What crosses between a client's process and an engine's process: msgpack frames over one socket.
 
 A message is two frames: a kind (one byte) and a msgspec struct. To the engine: ADD Request, ABORT,
-CLOSE, RESET. From it: PROGRESS, READY, EVENTS (one a step, every request's news together), REFUSED,
-DEAD.
+CLOSE, RESET, PREFIX. From it: PROGRESS, READY, EVENTS (one a step, every request's news together), REFUSED,
+PREFIX_STATE (the answer to one PREFIX), DEAD.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 
 from octavo.request import Events, ModelInfo, Request
 
-CONFIG, ADD, ABORT, RESET, CLOSE = b"C", b"A", b"B", b"X", b"Q"
-PROGRESS, READY, EVENTS, REFUSED, DEAD = b"P", b"R", b"E", b"F", b"D"
+CONFIG, ADD, ABORT, RESET, PREFIX, CLOSE = b"C", b"A", b"B", b"X", b"K", b"Q"
+PROGRESS, READY, EVENTS, REFUSED, PREFIX_STATE, DEAD = b"P", b"R", b"E", b"F", b"k", b"D"
 
 
 class Abort(msgspec.Struct, array_like=True):
@@ -46,6 +46,21 @@ class Refused(msgspec.Struct, array_like=True):
     retry_after: float | None = None
 
 
+class PrefixOrder(msgspec.Struct, array_like=True):
+    """A question about the prefix cache. action: "state", "pin" or "unpin"; tokens of the prefix for the last two."""
+
+    id: int
+    action: str
+    tokens: list[int] = []
+
+
+class PrefixState(msgspec.Struct, array_like=True):
+    """The answer to the order of that id: engine.prefixes.Warmed or PrefixCache.state, as plain values."""
+
+    id: int
+    answer: dict[str, Any]
+
+
 class Dead(msgspec.Struct, array_like=True):
     """The last message of an engine that cannot go on. config: the user's mistake, not a crash."""
 
@@ -60,6 +75,8 @@ _DECODERS: dict[bytes, Any] = {
     READY: msgspec.msgpack.Decoder(Ready),
     EVENTS: msgspec.msgpack.Decoder(Events),
     REFUSED: msgspec.msgpack.Decoder(Refused),
+    PREFIX: msgspec.msgpack.Decoder(PrefixOrder),
+    PREFIX_STATE: msgspec.msgpack.Decoder(PrefixState),
     DEAD: msgspec.msgpack.Decoder(Dead),
 }
 _ENCODER = msgspec.msgpack.Encoder()

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -93,9 +93,19 @@ class EngineLoop:
                 engine.abort(body.request_id, body.sample)
                 self._send(messages.EVENTS, Events([], engine.stats()))
             elif kind == messages.RESET:
-                engine.allocator.reset()
+                engine.prefixes.reset()
+            elif kind == messages.PREFIX:
+                self._send(messages.PREFIX_STATE, messages.PrefixState(body.id, _prefix(engine, body)))
             elif kind == messages.CLOSE:
                 self._open = False
+
+
+def _prefix(engine: Engine, order: messages.PrefixOrder) -> dict[str, Any]:
+    if order.action == "state":
+        return engine.prefixes.state()
+    answer = engine.prefixes.pin(order.tokens) if order.action == "pin" else engine.prefixes.unpin(order.tokens)
+    built: dict[str, Any] = msgspec.to_builtins(answer)
+    return built
 
 
 def main(address: str) -> int:

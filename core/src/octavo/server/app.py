@@ -25,7 +25,7 @@ from octavo.config import ServerConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.models import ModelTable
 from octavo.errors import OctavoError
-from octavo.server import admin, admin_models, completions, native, scale
+from octavo.server import admin, admin_models, completions, native, openapi, prefix, scale
 from octavo.server.auth import Guard
 from octavo.server.clients import ClientGone
 from octavo.server.errors import to_api_error
@@ -59,8 +59,9 @@ def create_app(llm: AsyncLLM | None, config: ServerConfig, names: Sequence[str],
         },
     )
     app.state.service = service
-    for router in (native.router, completions.router, admin.router, admin_models.router, scale.router):
+    for router in (native.router, completions.router, admin.router, admin_models.router, prefix.router, scale.router):
         app.router.routes.extend(router.routes)  # flat, so that a walk over app.routes sees every one
+    app.openapi = openapi.describe(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, tenants=service.tenants)
     if config.allowed_origins:
         app.add_middleware(

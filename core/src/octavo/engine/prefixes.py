@@ -1,0 +1,133 @@
+"""Warm prefixes: what an operator wants in the prefix cache before the first request asks for it.
+
+Owns the file of prefixes and what may be done with a prefix: warm (compute it once, in the domain that
+everybody may read), pin (keep it whatever else needs room) and unpin. Decides nothing about requests. Never
+imports torch: the server process reads the file and tokenises.
+
+The file is YAML or JSON (by its name), a list whose items are
+
+    a text                                     a prompt that begins with it
+    a list of {role, content}                  a conversation that begins with these messages
+    {prompt: text} or {messages: [...]}        the same, with `pin: true` to pin it
+
+or any other name: one prompt a line, empty lines ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import yaml
+
+from octavo.cache.prefix import PUBLIC
+from octavo.errors import ConfigError
+from octavo.interfaces import Allocator
+
+MAX_PREFIXES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A prompt or the beginning of a conversation (one of the two), and whether to pin it."""
+
+    prompt: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    pin: bool = False
+
+
+class Warmed(msgspec.Struct):
+    """What became of one prefix. tokens: its length; cached: how many of them the cache had before; pinned: how
+    many are pinned now; note: why fewer are than were asked for."""
+
+    tokens: int
+    cached: int = 0
+    pinned: int = 0
+    note: str = ""
+
+
+def read_prefixes(path: str | Path) -> list[Prefix]:
+    """The prefixes of a file. ConfigError names the file, the entry and what is wrong with it."""
+    path = Path(path)
+    where = f"--warm-prefixes {path}"
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix in (".yaml", ".yml"):
+            entries = yaml.safe_load(text)
+        elif path.suffix == ".json":
+            entries = json.loads(text)
+        else:
+            entries = [line for line in text.splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return parse_prefixes(entries, where)
+
+
+def parse_prefixes(entries: Any, where: str) -> list[Prefix]:
+    """The prefixes of a parsed list. ConfigError names the entry, from 1, and what is wrong with it."""
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{where}: must be a list of prompts or conversations, got {type(entries).__name__}")
+    if len(entries) > MAX_PREFIXES:
+        raise ConfigError(f"{where}: at most {MAX_PREFIXES} prefixes, got {len(entries)}")
+    return [_parse(entry, f"{where}: entry {at}") for at, entry in enumerate(entries, 1)]
+
+
+def _parse(entry: Any, where: str) -> Prefix:
+    fields = entry if isinstance(entry, Mapping) else {"prompt": entry} if isinstance(entry, str) else {"messages": entry}
+    unknown = set(fields) - {"prompt", "messages", "pin"}
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {sorted(map(str, unknown))[0]!r}; there are prompt, messages and pin")
+    prompt, messages, pin = fields.get("prompt"), fields.get("messages"), fields.get("pin", False)
+    if (prompt is None) == (messages is None):
+        raise ConfigError(f"{where}: needs either a prompt or messages")
+    if not isinstance(pin, bool):
+        raise ConfigError(f"{where}: pin must be true or false, got {pin!r}")
+    if prompt is not None:
+        if not isinstance(prompt, str) or not prompt:
+            raise ConfigError(f"{where}: prompt must be a text that is not empty, got {prompt!r}")
+        return Prefix(prompt=prompt, pin=pin)
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise ConfigError(f"{where}: messages must be a list of {{role, content}} that is not empty")
+    return Prefix(messages=tuple(messages), pin=pin)
+
+
+class PrefixCache:
+    """The prefix cache of one engine, as its operator sees it. salt: see SchedulerParts; max_model_len bounds
+    what pins may take: what they leave holds at least one request of that length."""
+
+    def __init__(self, allocator: Allocator, salt: Callable[[int], str], max_model_len: int) -> None:
+        self._allocator, self._salt, self._max_model_len = allocator, salt, max_model_len
+
+    def pin(self, tokens: Sequence[int]) -> Warmed:
+        """Pin what is cached of a warmed prefix."""
+        ids = np.asarray(tokens, np.int32)
+        salt, leave = self._salt(len(ids) + 1), self._allocator.blocks(self._max_model_len)
+        pinned = self._allocator.pin(ids, PUBLIC, salt, leave=leave)
+        note = "" if pinned else (
+            f"nothing of it is cached, or the {self._allocator.usage().total} KV blocks less all pins would not hold the {leave} "
+            f"of one request of {self._max_model_len} tokens any more"
+        )  # fmt: skip
+        return Warmed(len(ids), pinned=pinned, note=note)
+
+    def unpin(self, tokens: Sequence[int]) -> Warmed:
+        """Undo `pin`; `pinned` is what was."""
+        ids = np.asarray(tokens, np.int32)
+        pinned = self._allocator.unpin(ids, PUBLIC, self._salt(len(ids) + 1))
+        return Warmed(len(ids), pinned=pinned, note="" if pinned else "it was not pinned")
+
+    def state(self) -> dict[str, Any]:
+        """Numbers for people."""
+        found = self._allocator.memory()
+        queries = found["prefix_queries"]
+        return {**found, "hit_rate": found["prefix_hits"] / queries if queries else 0.0}
+
+    def reset(self) -> None:
+        """Forget every prefix and every pin."""
+        self._allocator.reset()
