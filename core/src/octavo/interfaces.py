@@ -536,7 +536,8 @@ class QuantizerParts:
 
 class Quantizer(Protocol):
     """A weight format. Called as cls(options, QuantizerParts). Needs.facts for `accepts`: method
-    (the name in quantization_config or the flag; "" for none), config, architecture. One that dequantises says in
+    (the name in quantization_config or the flag; "" for none), config, architecture, dummy (random
+    weights, of which there is no config). One that dequantises says in
     Accept.preferences["stored_values"] how many values of the model's dtype an element of a quantised tensor becomes, by the end
     of the tensor's name: the pool is sized by it."""
 

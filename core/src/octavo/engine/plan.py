@@ -131,7 +131,8 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         why["threads"] = threads.reason
 
     dummy = config.load_format == "dummy"
-    source = _stretched(config, resolve_source(config.model, config.revision, weights=not dummy), why)
+    source = resolve_source(config.model, config.revision, weights=not dummy and not config.awq_ckpt_path)
+    source = _stretched(config, _checkpoint(config, source, why), why)
     _check_format(config, source)
     architecture = source.architecture
     dtype, why["dtype"] = model_dtype(config.dtype, source, device)
@@ -317,6 +318,34 @@ def _limits(config: EngineConfig, facts: ModelFacts, device: Device, why: dict[s
     return Limits(config.max_num_seqs, batched, length)
 
 
+_GEOMETRY = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+def _checkpoint(config: EngineConfig, source: ModelSource, why: dict[str, str]) -> ModelSource:
+    """The source of the weights: MODEL, or the AWQ checkpoint of it that --awq-ckpt-path names, with MODEL's name and ends of
+    sequence. ConfigError if that is not AWQ, or not a checkpoint of this model."""
+    from octavo.model.source import resolve_source
+
+    if config.awq_ckpt_path is None:
+        return source
+    found = resolve_source(config.awq_ckpt_path)
+    method = found.quantization_config.get("quant_method")
+    if method != "awq":
+        raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: its quant_method is {method!r}, not 'awq'")
+    if config.quantization not in (None, "awq"):
+        raise ConfigError(
+            f"--awq-ckpt-path with --quantization {config.quantization}: the weights are AWQ; leave --quantization out"
+        )
+    keys = ("architectures", *_GEOMETRY)
+    differ = [f"{key} {found.config.get(key)!r} instead of {source.config.get(key)!r}" for key in keys
+              if found.config.get(key) != source.config.get(key)]  # fmt: skip
+    if differ:
+        raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: is not a checkpoint of {source.name}: {', '.join(differ)}")
+    why["weights"] = f"--awq-ckpt-path {config.awq_ckpt_path}"
+    ends = {"eos_token_id": list(source.eos_token_ids())}
+    return replace(found, name=source.name, generation_config={**source.generation_config, **ends})
+
+
 def _quantizer(config: EngineConfig, catalog: Catalog, source: ModelSource, architecture: str, needs: Any) -> Decision:
     """The quantizer of the checkpoint's method. --quantization names the provider, or the method to apply
     to plain weights; one that contradicts the checkpoint is refused by that provider."""
@@ -327,7 +356,9 @@ def _quantizer(config: EngineConfig, catalog: Catalog, source: ModelSource, arch
     named = asked if asked in catalog.names("quantizer") else "auto"
     if asked and named == "auto" and stored and asked != stored:
         raise ConfigError(f"--quantization {asked}: the checkpoint's weights are in the format {stored!r}; leave the flag out")
-    return catalog.resolve("quantizer", needs("quantizer", method=method, config=settings, architecture=architecture), named)
+    dummy = config.load_format == "dummy"
+    facts = {"method": method, "config": settings, "architecture": architecture, "dummy": dummy}
+    return catalog.resolve("quantizer", needs("quantizer", **facts), named)
 
 
 def _block_size(asked: int | None, recommended: Mapping[str, Any], attention: Decision) -> tuple[int, str]:

@@ -162,7 +162,7 @@ def _folder_source(folder: Path, name: str, revision: str | None) -> ModelSource
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise LoadError(f"{config_file}: the key 'architectures' is {architectures!r}; a list with the model's class is expected")
-    quantization = config.get("quantization_config") or {}
+    quantization = config.get("quantization_config") or _early_awq(folder / "quant_config.json")
     if not isinstance(quantization, dict):
         raise LoadError(f"{config_file}: the key 'quantization_config' is {quantization!r}; an object is expected")
     generation_file = folder / "generation_config.json"
@@ -178,6 +178,11 @@ def _folder_source(folder: Path, name: str, revision: str | None) -> ModelSource
     token_ids(config.get("eos_token_id"), config_file, "eos_token_id")
     token_ids(source.generation_config.get("eos_token_id"), generation_file, "eos_token_id")
     return source
+
+
+def _early_awq(file: Path) -> dict[str, Any]:
+    """The settings of AWQ checkpoints from before config.json held them; {} without such a file."""
+    return {"quant_method": "awq", **read_json(file)} if file.is_file() else {}
 
 
 def _gguf_source(path: Path, name: str, revision: str | None) -> ModelSource:

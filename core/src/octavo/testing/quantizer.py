@@ -106,7 +106,7 @@ class QuantizerTarget:
 
 def random_weight(rows: int, inputs: int, seed: int = 0) -> Tensor:
     """float32 [rows, inputs] of unit-variance products, with a few inputs that matter more than others."""
-    made = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)) / inputs**0.5
+    made: Tensor = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)) / inputs**0.5
     made[:, :: max(1, inputs // 3)] *= 4
     return made
 
@@ -152,10 +152,11 @@ class QuantizerSuite:
         return linear, torch.cat(weights), torch.cat(biases) if bias else None
 
     def _product(self, linear: Linear, x: Tensor) -> Tensor:
-        return linear(self.target.activate(linear, x)).double().cpu()
+        y: Tensor = linear(self.target.activate(linear, x))
+        return y.double().cpu()
 
     def _right(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        product = x.double().cpu() @ weight.T
+        product: Tensor = x.double().cpu() @ weight.T
         return product if bias is None else product + bias
 
     def _check(self, found: Tensor, right: Tensor, dtype: str, what: str) -> None:
@@ -244,7 +245,7 @@ class QuantizerSuite:
         linear, weight, _ = self._linear(tmp_path, dtype, inputs, {"a": outputs})
         for rows in (1, 16, 100):
             x = self._x(rows, inputs, dtype)
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 linear(self.target.activate(linear, x))
