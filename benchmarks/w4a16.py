@@ -114,11 +114,12 @@ def say(*words: Any) -> None:
 def candidates(tiles: int) -> list[Shape]:
     """Block shapes worth a try: by warps, by stages, and by how many blocks the registers must leave room for."""
     row_tiles, stages = {1: ((1, 2), (2, 3, 4)), 2: ((1, 2, 4), (2, 3)), 4: ((1, 2, 4), (2,)), 8: ((1, 2), (2,))}[tiles]
-    warps = ((1, 4), (1, 8), (2, 2), (2, 4), (4, 2), (4, 1))
+    warps = ((1, 4), (1, 8), (2, 2), (2, 4), (4, 1))
     found = []
     for r, (n, k), s in itertools.product(row_tiles, warps, stages):
-        blocks = {1, 12 // (n * k)} | ({16 // (n * k)} if tiles == 2 and r < 4 else set())
-        found += [Shape(r, n, k, 1, s, b) for b in sorted(blocks)]
+        for blocks, sums in itertools.product(sorted({1, 12 // (n * k)} if tiles > 2 else {1, 16 // (n * k)}), (False, True)):
+            if sums == (tiles < 4) or tiles == 4:
+                found.append(Shape(r, n, k, 1, s, blocks, sums))
     return found
 
 
@@ -154,7 +155,9 @@ def sweep(seconds: float) -> None:
             results.sort(key=lambda r: r[0])
             say(f"M {m} {name} floor {w.floor:.1f} worst error {worst:.1e} of {len(results)}")
             for t, s in results[:4]:
-                say(f"   {t:6.1f}  rt {s.row_tiles} wn {s.warps_n} wk {s.warps_k} c {s.cluster} st {s.stages} mb {s.min_blocks}")
+                say(
+                    f"   {t:6.1f}  rt {s.row_tiles} wn {s.warps_n} wk {s.warps_k} c {s.cluster} st {s.stages} mb {s.min_blocks} sums {s.sums:d}"
+                )
             if m == 64 and results:
                 for rows in (128, 256, 512, 2048):
                     many = torch.randn(rows, k, device="cuda").bfloat16()
@@ -172,11 +175,22 @@ def sweep(seconds: float) -> None:
                 say(f"   triton {min(found)}")
 
 
+def profile() -> None:
+    """One launch for ncu: the widest matrix, one row."""
+    w = Weights(*SHAPES["gate_up"])
+    x = torch.randn(1, w.k, device="cuda").bfloat16()
+    op = cuda_op(w, x, Shape(2, 1, 4, 1, 2, 1, True))
+    for i in range(3):
+        op(i)
+    torch.cuda.synchronize()
+
+
 VARIANT = Variant(True, False, True, 1, False)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--seconds", type=float, default=100)
     args = parser.parse_args()
-    sweep(args.seconds)
+    profile() if args.profile else sweep(args.seconds)

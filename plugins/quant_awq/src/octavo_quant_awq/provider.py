@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from octavo.catalog import Accept, Needs, Options, Provider, Reject
 from octavo.errors import LoadError
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from octavo_quant_awq.settings import Scheme, is_pack_quantized, read_awq, read_gptq, read_pack_quantized
+from octavo_quant_awq.settings import GROUPS, Scheme, is_pack_quantized, read_awq, read_gptq, read_pack_quantized
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -25,12 +25,24 @@ class FourBitOptions(Options):
 class AwqMakeOptions(Options):
     """What `octavo quantize awq` takes (`--set KEY=VALUE`)."""
 
-    group_size: Literal[32, 64, 128, -1] = Field(128, description="Inputs that share a scale: 32, 64, 128, or -1 for all.")
+    group_size: int = Field(128, description="Inputs that share a scale: 32, 64, 128, or -1 for all.")
     zero_point: bool = Field(True, description="Store the zero point that fits; false keeps it at 8 (symmetric weights).")
     skip: tuple[str, ...] = Field((), description="Modules that stay plain, such as mlp.down_proj (commas between them).")
     search: bool = Field(True, description="Search scales and clips by activations; false is plain rounding.")
     samples: int = Field(128, ge=1, description="Windows of calibration text, at most.")
     window: int = Field(512, ge=16, description="Tokens of a window.")
+
+    @field_validator("group_size")
+    @classmethod
+    def _known(cls, value: int) -> int:
+        if value not in GROUPS:
+            raise ValueError(f"must be one of {', '.join(map(str, GROUPS))}")
+        return value
+
+    @field_validator("skip", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
 def accepter(method: str, title: str, read: Callable[[Mapping[str, Any]], Scheme]) -> Callable[[Needs, Any], Accept | Reject]:

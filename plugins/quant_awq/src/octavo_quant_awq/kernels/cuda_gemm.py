@@ -22,7 +22,8 @@ MAX_ROWS = 64
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A block of the kernel: 16 * row_tiles outputs a warp, warps_n warps side by side, warps_k over K, and `cluster`
-    blocks that share K; stages blocks of 128 inputs in flight a warp; min_blocks that a multiprocessor must hold."""
+    blocks that share K; stages blocks of 128 inputs in flight a warp; min_blocks that a multiprocessor must
+    hold; sums: zero points are subtracted from products instead of from weights."""
 
     row_tiles: int
     warps_n: int
@@ -30,6 +31,7 @@ class Shape:
     cluster: int
     stages: int
     min_blocks: int = 1
+    sums: bool = False
 
     @property
     def rows(self) -> int:
@@ -85,7 +87,7 @@ def function(variant: Variant, tiles: int, shape: Shape, device: torch.device, d
     defines = {
         "BF16": int(variant.bf16), "SCALE_BF16": int(variant.scale_bf16), "ZEROS": int(variant.zeros), "SUB": variant.sub,
         "TOKEN_TILES": tiles, "ROW_TILES": shape.row_tiles, "WARPS_N": shape.warps_n, "WARPS_K": shape.warps_k,
-        "STAGES": shape.stages, "MIN_BLOCKS": shape.min_blocks, "TAIL": int(variant.tail),
+        "STAGES": shape.stages, "MIN_BLOCKS": shape.min_blocks, "SUMS": int(shape.sums), "TAIL": int(variant.tail),
     }  # fmt: skip
     module: Any = compile_source(_source(), defines, device)
     shared = 4 * shape.warps_k * 8 * tiles * (shape.rows + 4)

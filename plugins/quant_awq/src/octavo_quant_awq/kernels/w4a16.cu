@@ -12,7 +12,8 @@
 //
 // Macros: BF16 (x, out and bias; else float16), SCALE_BF16, ZEROS (else every zero point is 8), SUB (groups in a block: 1, 2,
 // 4), TOKEN_TILES (of 8), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K,
-// STAGES (blocks of weights in flight, a warp), MIN_BLOCKS (blocks of this kernel that a multiprocessor must hold), TAIL (K is no multiple of 128).
+// STAGES (blocks of weights in flight, a warp), SUMS (subtract offset and zero point from the products, by sums of x that the tensor
+// cores make as well, instead of from every weight), MIN_BLOCKS (blocks of this kernel that a multiprocessor must hold), TAIL (K is no multiple of 128).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -26,9 +27,11 @@ typedef unsigned long long u64;
 
 #if BF16
 #define MAGIC 0x43004300u // 128 + q in either half
+#define OFFSET 128.f
 #define ONES 0x3f803f80u
 #else
 #define MAGIC 0x64006400u // 1024 + q
+#define OFFSET 1024.f
 #define ONES 0x3c003c00u
 #endif
 
@@ -44,6 +47,13 @@ __device__ __forceinline__ uint4 load_x(const u16* p) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
+}
+
+// (w & 0x000f000f) | magic in one instruction; the compiler, left alone, makes two of it.
+__device__ __forceinline__ u32 spread(u32 w, u32 magic) {
+    u32 d;
+    asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(d) : "r"(w), "r"(magic));
+    return d;
 }
 
 // (128 + q) - (128 + z) in both halves, exactly; `minus` is -(128 + z).
@@ -90,6 +100,14 @@ struct Stage {
     u16 zero[ROW_TILES][SUB];
 };
 
+__device__ __forceinline__ u32 zero(const Stage& s, int r, int u, int high) {
+#if ZEROS
+    return high ? s.zero[r][u] >> 8 : s.zero[r][u] & 0xff;
+#else
+    return 8;
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
     const uint4* __restrict__ words, const u32* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ x,
     const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, int x_stride, int group_step) {
@@ -128,25 +146,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
 
     const u16* from[TOKEN_TILES];
 #pragma unroll
-    for (int j = 0; j < TOKEN_TILES; j++) from[j] = x + (size_t)min(8 * j + g, M - 1) * x_stride + 8 * t;
+    for (int j = 0; j < TOKEN_TILES; j++) {
+        from[j] = x + (size_t)min(8 * j + g, M - 1) * x_stride + 8 * t;
+        asm volatile("" : "+l"(from[j])); // computed once: the compiler would rather do it again for every block
+    }
 
     uint4 v[2][TOKEN_TILES]; // x for this step of 32 inputs, and for the next
-    auto load_step = [&](int slot, int k) {
+    auto load_step = [&](int slot, int block, int i) {
 #pragma unroll
         for (int j = 0; j < TOKEN_TILES; j++) {
             v[slot][j] = make_uint4(0, 0, 0, 0);
-            if (!TAIL || k + 8 * t < K) v[slot][j] = load_x(from[j] + k);
+            if (!TAIL || block * 128 + 32 * i + 8 * t < K) v[slot][j] = load_x(from[j] + block * 128 + 32 * i);
         }
     };
 
+    u32 magic = MAGIC, one[4] = {ONES, ONES, ONES, ONES};
+    asm volatile("" : "+r"(magic), "+r"(one[0]), "+r"(one[1]), "+r"(one[2]), "+r"(one[3])); // in registers once, not at each use
     float acc[ROW_TILES][TOKEN_TILES][4] = {};
     auto compute = [&](const Stage& s, int block, int next) {
 #pragma unroll
         for (int u = 0; u < SUB; u++) {
             float part[ROW_TILES][TOKEN_TILES][4] = {};
+#if SUMS
+            float total[TOKEN_TILES][4] = {}; // of x, in every row alike
+#endif
 #pragma unroll
             for (int i = u * 4 / SUB; i < (u + 1) * 4 / SUB; i++) {
-                load_step((i + 1) % 2, i < 3 ? block * 128 + 32 * (i + 1) : next * 128);
+                load_step((i + 1) % 2, i < 3 ? block : next, (i + 1) % 4);
+#if SUMS
+#pragma unroll
+                for (int j = 0; j < TOKEN_TILES; j++) {
+                    mma(total[j], one[0], one[1], one[2], one[3], v[i % 2][j].x, v[i % 2][j].y);
+                    mma(total[j], one[0], one[1], one[2], one[3], v[i % 2][j].z, v[i % 2][j].w);
+                }
+#endif
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     u32 a[2][4]; // [row g or g + 8][pair of inputs]
@@ -154,14 +187,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
                     for (int h = 0; h < 2; h++) {
                         const uint4 four = s.word[r][h];
                         const u32 w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-#if ZEROS
-                        const u32 z = h ? s.zero[r][u] >> 8 : s.zero[r][u] & 0xff;
-                        const u32 minus = (MAGIC | 0x80008000u) + z * 0x10001u;
-#else
-                        const u32 minus = MAGIC | 0x80088008u;
-#endif
+#if SUMS
 #pragma unroll
-                        for (int p = 0; p < 4; p++) a[h][p] = centred((w >> 4 * p & 0x000f000fu) | MAGIC, minus);
+                        for (int p = 0; p < 4; p++) a[h][p] = spread(w >> 4 * p, magic);
+#else
+                        const u32 minus = (MAGIC | 0x80008000u) + zero(s, r, u, h) * 0x10001u;
+#pragma unroll
+                        for (int p = 0; p < 4; p++) a[h][p] = centred(spread(w >> 4 * p, magic), minus);
+#endif
                     }
 #pragma unroll
                     for (int j = 0; j < TOKEN_TILES; j++) mma(part[r][j], a[0][0], a[1][0], a[0][1], a[1][1], v[i % 2][j].x, v[i % 2][j].y);
@@ -172,11 +205,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
                 const float low = widen(s.scale[r][u] & 0xffffu, SCALE_BF16), high = widen(s.scale[r][u] >> 16, SCALE_BF16);
+#if SUMS
+                const float below = -(OFFSET + (float)zero(s, r, u, 0)), above = -(OFFSET + (float)zero(s, r, u, 1));
+#endif
 #pragma unroll
-                for (int j = 0; j < TOKEN_TILES; j++) {
-                    acc[r][j][0] += low * part[r][j][0], acc[r][j][1] += low * part[r][j][1];
-                    acc[r][j][2] += high * part[r][j][2], acc[r][j][3] += high * part[r][j][3];
-                }
+                for (int j = 0; j < TOKEN_TILES; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+#if SUMS
+                        part[r][j][e] += (e < 2 ? below : above) * total[j][e % 2];
+#endif
+                        acc[r][j][e] += (e < 2 ? low : high) * part[r][j][e];
+                    }
             }
         }
     };
@@ -188,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory"); // weights are written by no step; x is, by the kernel before
 #endif
-    if (first < blocks) load_step(0, first * 128);
+    if (first < blocks) load_step(0, first, 0);
     for (int block = first; block < blocks; block += STAGES * stride) {
 #pragma unroll
         for (int d = 0; d < STAGES; d++) {
