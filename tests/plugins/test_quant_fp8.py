@@ -17,7 +17,7 @@ from octavo.engine.engine import Engine
 from octavo.errors import LoadError, OctavoError
 from octavo.interfaces import Activation, QuantizerParts
 from octavo.plugins import discover
-from octavo.testing.model import DictWeights
+from octavo.testing.bare_model import DictWeights
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -5,6 +5,7 @@ Owns launches: arithmetic is in kernels/quantise.py, signatures and the oracle a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -73,12 +74,24 @@ def silu_mul(launch: Launcher, by_group: bool, gate_up: Tensor) -> Activation:
     return out
 
 
-def quantise_input(launch: Launcher, by_group: bool, x: Tensor) -> Activation:
-    """A plain input [T, K], for a Linear whose input nobody could quantise on the way."""
+def quantise_input(launch: Launcher, by_group: bool, x: Tensor, bound: float = math.inf) -> Activation:
+    """A plain input [T, K], for a Linear whose input nobody could quantise on the way. Values past `bound` saturate."""
     size = x.shape[1]
     out, block, group = _output(x, size, by_group)
     constants = (rows(x, "quantise"), size, block, group)
-    launch(quantise.rows_kernel, (x.shape[0], 1), (x, out.data, out.scale), (), constants, warps=_warps(block))
+    launch(quantise.rows_kernel, (x.shape[0], 1), (x, out.data, out.scale), (bound,), constants, warps=_warps(block))
+    return out
+
+
+def quantise_static(launch: Launcher, x: Tensor, scale: Tensor) -> Activation:
+    """A plain input under one scale that is known (float32, one value on the device)."""
+    size = x.shape[1]
+    out, block, _ = _output(x, size, False)
+    block = min(block, 2048)
+    constants = (rows(x, "quantise"), size, block)
+    launch(
+        quantise.static_kernel, (x.shape[0], triton.cdiv(size, block)), (x, scale, out.data, out.scale), (), constants, warps=4
+    )
     return out
 
 

@@ -105,7 +105,7 @@ class Fp8Quantizer:
         if self._device.type == "cuda":
             from octavo_quant_fp8.products import cuda_product
 
-            return cuda_product(weights, self._dtype, head=head)
+            return cuda_product(weights, self._parts.device, self._dtype, head=head)
         return ReferenceProduct(weights, self._dtype, head=head)
 
 

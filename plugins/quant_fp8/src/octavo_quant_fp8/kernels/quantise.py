@@ -10,34 +10,35 @@ import triton
 import triton.language as tl
 from octavo_ops_triton.launch import begin
 
-E4M3_MAX = 448.0
-TINY = 1e-12
+
+@triton.jit
+def largest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def store_e4m3(values, row, data_ptr, scale_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Quantise values [BLOCK] of one row and store them with their scales. What is past SIZE must be 0."""
-    E4M3: tl.constexpr = 448.0
+def saturated(x):
+    return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def store_e4m3(values, bound, row, data_ptr, scale_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Quantise values [BLOCK] of one row and store them with their scales. What is past SIZE must be 0. Values past `bound`
+    saturate."""
     parts = tl.reshape(values, (BLOCK // GROUP, GROUP))
-    peak = tl.reduce(tl.abs(parts), 1, _largest)
-    scale = tl.div_rn(tl.maximum(peak, 1e-12, propagate_nan=tl.PropagateNan.ALL), E4M3)
-    parts = tl.clamp(tl.div_rn(parts, scale[:, None]), -E4M3, E4M3, propagate_nan=tl.PropagateNan.ALL)
+    peak = tl.minimum(tl.reduce(tl.abs(parts), 1, largest), bound, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.div_rn(largest(peak, 1e-12), 448.0)
+    parts = saturated(tl.div_rn(parts, tl.broadcast_to(scale[:, None], (BLOCK // GROUP, GROUP))))
     d = tl.arange(0, BLOCK)
-    quantised = tl.reshape(parts, (BLOCK,)).to(data_ptr.dtype.element_ty)
-    tl.store(data_ptr + row * SIZE + d, quantised, mask=d < SIZE)
+    tl.store(data_ptr + row * SIZE + d, tl.reshape(parts, (BLOCK,)).to(data_ptr.dtype.element_ty), mask=d < SIZE)
     groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     g = tl.arange(0, BLOCK // GROUP)
     tl.store(scale_ptr + row * groups + g, scale, mask=g < groups)
 
 
 @triton.jit
-def _largest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def rows_kernel(
-    x_ptr, data_ptr, scale_ptr,
+    x_ptr, data_ptr, scale_ptr, bound,
     X_STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x as it is."""
@@ -45,7 +46,24 @@ def rows_kernel(
     d = tl.arange(0, BLOCK)
     begin(PDL)
     x = tl.load(x_ptr + row * X_STRIDE + d, mask=d < SIZE, other=0.0).to(tl.float32)
-    store_e4m3(x, row, data_ptr, scale_ptr, SIZE, BLOCK, GROUP)
+    store_e4m3(x, bound, row, data_ptr, scale_ptr, SIZE, BLOCK, GROUP)
+
+
+@triton.jit
+def static_kernel(
+    x_ptr, known_ptr, data_ptr, scale_ptr,
+    X_STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK values of a row of x under a scale that is known, which is written beside them for every row."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin(PDL)
+    scale = tl.load(known_ptr)
+    x = tl.load(x_ptr + row * X_STRIDE + d, mask=d < SIZE, other=0.0).to(tl.float32)
+    x = saturated(tl.div_rn(x, tl.broadcast_to(scale, (BLOCK,))))
+    tl.store(data_ptr + row * SIZE + d, x.to(data_ptr.dtype.element_ty), mask=d < SIZE)
+    if tl.program_id(1) == 0:
+        tl.store(scale_ptr + row, scale)
 
 
 @triton.jit
@@ -66,7 +84,7 @@ def norm_kernel(
         x += tl.load(at, mask=mask, other=0.0)
         tl.store(at, x, mask=mask)
     norm = 1.0 / tl.sqrt_rn(tl.sum(x * x) / SIZE + eps)
-    store_e4m3(x * norm * weight, row, data_ptr, scale_ptr, SIZE, BLOCK, GROUP)
+    store_e4m3(x * norm * weight, float("inf"), row, data_ptr, scale_ptr, SIZE, BLOCK, GROUP)
 
 
 @triton.jit
@@ -81,4 +99,4 @@ def silu_mul_kernel(
     begin(PDL)
     gate = tl.load(x_ptr + row * X_STRIDE + d, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * X_STRIDE + SIZE + d, mask=mask, other=0.0).to(tl.float32)
-    store_e4m3(gate / (1.0 + tl.exp(-gate)) * up, row, data_ptr, scale_ptr, SIZE, BLOCK, GROUP)
+    store_e4m3(gate / (1.0 + tl.exp(-gate)) * up, float("inf"), row, data_ptr, scale_ptr, SIZE, BLOCK, GROUP)

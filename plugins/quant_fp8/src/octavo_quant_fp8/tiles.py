@@ -1,0 +1,34 @@
+"""Tiles of the products, by shape. From sweeps on an H200; benchmarks/RESULTS.md has what they reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """m rows of x, n of the weight and k of their length at a time; split: parts of K; warps and stages: Triton's."""
+
+    m: int
+    n: int
+    k: int
+    split: int
+    warps: int
+    stages: int
+
+
+def product_tile(m: int, n: int, k: int, *, plain: bool) -> Tile:
+    """For weights with a scale a row. plain: x is not FP8, and the weight is converted in registers."""
+    rows = 16 if m <= 16 else 32 if m <= 32 else 64
+    if plain:
+        return Tile(rows, 64, 128, 1, 4, 4)
+    if n >= 16384:
+        return Tile(rows, 64, 256 if rows < 64 else 128, 1, 4, 4 if rows < 64 else 6)
+    return Tile(rows, 64, 512 if rows < 64 else 256, 1, 4, 3 if rows < 64 else 4)
+
+
+def block_tile(m: int, n: int) -> Tile:
+    """For weights with a scale a 128 x 128 block, whose k is 128."""
+    if m <= 64:
+        return Tile(16 if m <= 16 else 32 if m <= 32 else 64, 64, 128, 1, 4, 5)
+    return Tile(128, 128, 128, 1, 8, 4)

@@ -1,0 +1,160 @@
+"""The FP8 Triton kernels without a GPU: arithmetic, masks and addresses under Triton's interpreter.
+
+Small shapes only: the interpreter runs every program in numpy. The oracle is the plugin's torch code, which has its own tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PLUGINS = Path(__file__).parents[2] / "plugins"
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
+
+SCRIPT = """
+import json, traceback
+import torch
+import triton.runtime.interpreter as interpreter
+patch = interpreter._patch_lang_tensor
+def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to int; Triton 3.6 keeps scalars as [1]
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = patched
+import numpy as np
+import triton.language as tl
+convert = interpreter._convert_float
+def converted(data, source, target, mode):  # the interpreter's own rounding to float8 loses carries: torch's instead
+    if target == tl.float8e4nv:
+        wide = torch.from_numpy(np.ascontiguousarray(data).view({16: np.float16, 32: np.float32}[source.primitive_bitwidth]))
+        return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    if source == tl.float8e4nv:
+        narrow = torch.from_numpy(np.ascontiguousarray(data)).view(torch.float8_e4m3fn)
+        kind = {16: torch.float16, 32: torch.float32}[target.primitive_bitwidth]
+        return narrow.to(kind).numpy().view(getattr(np, f"uint{target.primitive_bitwidth}"))
+    return convert(data, source, target, mode)
+interpreter._convert_float = converted
+torch.set_num_threads(1)
+torch.manual_seed(1)
+from octavo.catalog import Device
+from octavo.interfaces import Activation, OperatorParts
+from octavo_ops_triton.launch import Launcher
+from octavo_quant_fp8 import fused, numerics, operators, products, tiles
+from octavo_quant_fp8.reference import ReferenceProduct
+from octavo_quant_fp8.scheme import Scheme
+from octavo_quant_fp8.weights import GatheredWeights
+from octavo.testing.bare_model import DictWeights
+
+parts = OperatorParts(Device("cpu"), "float32")
+ops, oracle = fused.TritonOperators(None, parts).ops, operators.TorchOperators(None, parts).ops
+launch = Launcher(pdl=False)
+
+def same(got, want):
+    assert got.data.dtype == want.data.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(got.scale, want.scale, rtol=3e-6, atol=0, equal_nan=True)
+    a, b = got.data.float(), want.data.float()
+    assert a.shape == b.shape and (a.isnan() == b.isnan()).all()
+    step = torch.where(b.isnan(), 0.0, (a - b).abs() / b.abs().clamp_min(2.0 ** -6))
+    assert step.max() <= 0.13, step.max()  # a value on the edge between two neighbours may fall on either side
+    assert (step > 0).float().mean() < 0.01
+
+def norms():
+    for size in (128, 200):
+        for format in ("fp8_token", "fp8_block"):
+            x, residual, weight = torch.randn(3, size), torch.randn(3, size), torch.rand(size)
+            same(ops["rms_norm", format](residual, weight, 1e-5, torch.float32), oracle["rms_norm", format](residual, weight, 1e-5, torch.float32))
+            want, total = oracle["add_rms_norm", format](x, residual.clone(), weight, 1e-5)
+            got, mine = ops["add_rms_norm", format](x, residual, weight, 1e-5)
+            same(got, want)
+            assert torch.equal(mine, total) and mine.data_ptr() == residual.data_ptr()
+
+def gates():
+    for size in (128, 300):
+        for format in ("fp8_token", "fp8_block"):
+            x = torch.randn(3, 2 * size)
+            x[1] = 0
+            same(ops["silu_mul", format](x), oracle["silu_mul", format](x))
+
+def inputs():
+    x = torch.randn(4, 200)
+    x[1, 7], x[2, 150] = float("nan"), float("inf")
+    same(fused.quantise_input(launch, False, x), Activation(*numerics.quantise_rows(x)))
+    same(fused.quantise_input(launch, True, x), Activation(*numerics.quantise_groups(x)))
+    x = torch.randn(4, 200) * 100
+    same(fused.quantise_input(launch, False, x, 50.0), Activation(*numerics.quantise_rows(x, 50.0)))
+    scale = torch.tensor([0.3])
+    same(fused.quantise_static(launch, x, scale), Activation(numerics.quantise_static(x, scale), scale.expand(4, 1)))
+
+def gathered(scheme, rows, k, bias):
+    table = DictWeights()
+    made = GatheredWeights(rows, k, scheme, bias=bias, weights=table, device=torch.device("cpu"), dtype=torch.float32)
+    tensors = {}
+    for name, n in rows.items():
+        weight = torch.randn(n, k)
+        if scheme.weight == "block":
+            data, scale = numerics.quantise_blocks(weight)
+            tensors |= {f"{name}.weight": data, f"{name}.weight_scale_inv": scale}
+        else:
+            data, scale = numerics.quantise_rows(weight)
+            tensors |= {f"{name}.weight": data, f"{name}.weight_scale": scale}
+        if bias:
+            tensors[f"{name}.bias"] = torch.randn(n)
+    table.fill(tensors, lambda name: False)
+    return made
+
+def products_of(kind, scheme, tile, cases):
+    for rows, k, m, bias in cases:
+        made = gathered(scheme, rows, k, bias)
+        want = ReferenceProduct(made, torch.float32)
+        mine = kind(made, launch, torch.float32)
+        x = torch.randn(m, k)
+        torch.testing.assert_close(mine(x), want(x), rtol=2e-3, atol=2e-3 * k ** 0.5)
+
+def row_products():
+    for activation in ("token", "none"):
+        for split in (1, 2):
+            products.product_tile = lambda m, n, k, *, plain: tiles.Tile(16, 32, 64, split, 4, 2)
+            products_of(products.RowProduct, Scheme("channel", activation), None,
+                        (({"a": 64}, 128, 1, False), ({"a": 40, "b": 9}, 100, 17, True), ({"a": 33}, 300, 3, True)))
+    assert not products.scratch(torch.device("cpu")).counts.any(), "counters must be zero between launches"
+
+def block_products():
+    for activation in ("block", "none"):
+        products.block_tile = lambda m, n: tiles.Tile(16, 64, 128, 1, 4, 2)
+        products_of(products.BlockProduct, Scheme("block", activation, scale_name="weight_scale_inv"), None,
+                    (({"a": 128}, 256, 2, False), ({"a": 100, "b": 60}, 140, 20, True)))
+
+found = {}
+for check in (norms, gates, inputs, row_products, block_products):
+    try:
+        check()
+        found[check.__name__] = ""
+    except Exception:
+        found[check.__name__] = traceback.format_exc()
+print(json.dumps(found))
+"""
+
+CHECKS = ("norms", "gates", "inputs", "row_products", "block_products")
+
+
+@pytest.fixture(scope="module")
+def complaints() -> dict[str, str]:
+    """Of every check, what was wrong: all in one process, which has the interpreter on from its first import of triton."""
+    sources = [str(PLUGINS / name / "src") for name in ("quant_fp8", "ops_triton")]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_kernels_compute_what_torch_does(check: str, complaints: dict[str, str]) -> None:
+    assert not complaints[check], complaints[check]
