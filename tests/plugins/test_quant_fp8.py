@@ -396,3 +396,18 @@ def test_an_unknown_format_names_what_each_quantizer_said(model: Path, tmp_path:
     folder = write_fp8(model, tmp_path / "fp8", "compressed-channel", format="marlin-24")
     with pytest.raises(OctavoError, match=r"fp8 .*format 'marlin-24' is not FP8"):
         engine(folder)
+
+
+def test_room_for_the_cache_is_what_quantised_weights_leave(model: Path) -> None:
+    """A GPU's pool is sized before a weight is read: half of bfloat16's bytes for what will be FP8."""
+    from octavo.engine.sizing import estimate_weight_bytes, linear_parameters
+    from octavo.model.adapters import DecoderAdapter
+    from octavo.model.source import resolve_source
+
+    config = resolve_source(str(model)).config
+    facts = DecoderAdapter(None, None).facts(config, "bfloat16", "bfloat16")
+    matrices = [t.numel() for n, t in load_file(model / "model.safetensors").items() if n.endswith("_proj.weight")]
+    assert linear_parameters(facts, config) == sum(matrices)
+    assert estimate_weight_bytes(facts, config, 2) == 2 * (sum(matrices) + 2 * 512 * 192)
+    answer = ask("fp8", {}, Device("cuda", capability=(9, 0)))
+    assert isinstance(answer, Accept) and answer.preferences["linear_bytes"] == 1

@@ -22,6 +22,7 @@ from octavo.engine.sizing import (
     Sizing,
     estimate_weight_bytes,
     host_slots,
+    linear_parameters,
     pool_range,
     size_pool,
     workspace_bytes,
@@ -162,6 +163,9 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     item = DTYPE_BYTES[dtype]
     stored = quantizer.accept.preferences.get("stored_values")
     weights = estimate_weight_bytes(facts, source.config, item) if dummy else source.weight_bytes(dtype, stored)
+    smaller = quantizer.accept.preferences.get("linear_bytes", item)  # of weights that are quantised while they load
+    if not source.quantization_config:
+        weights -= linear_parameters(facts, source.config) * (item - smaller)
     workspace = workspace_bytes(facts, source.config, limits, device, item)
     sizing = size_pool(config, device, groups, limits, weight_bytes=weights, workspace=workspace)
     why["num_blocks"] = sizing.reason

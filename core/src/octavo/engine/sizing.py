@@ -86,16 +86,21 @@ def workspace_bytes(facts: ModelFacts, config: Mapping[str, Any], limits: Limits
     return activations + logits + (CUDA_FIXED_BYTES if device.type == "cuda" else 0)
 
 
-def estimate_weight_bytes(facts: ModelFacts, config: Mapping[str, Any], dtype_bytes: int) -> int:
-    """Weights of a dense decoder of this geometry, for `load_format=dummy`, which has no checkpoint to measure."""
-    hidden = facts.hidden_size
+def linear_parameters(facts: ModelFacts, config: Mapping[str, Any]) -> int:
+    """Weights of the layers' Linears in a dense decoder of this geometry: all but embedding, head and norms."""
+    hidden, parameters = facts.hidden_size, 0
     intermediate = int(config.get("intermediate_size") or 4 * hidden)
-    parameters = facts.vocab_size * hidden * (1 if facts.tied_head else 2)
     for layer in facts.layers:
         query, value = layer.num_heads * layer.k_dim, layer.num_heads * layer.v_dim
         key_value = layer.num_kv_heads * (layer.k_dim + layer.v_dim)
         parameters += hidden * (query + key_value + value + 3 * intermediate)
-    return parameters * dtype_bytes
+    return parameters
+
+
+def estimate_weight_bytes(facts: ModelFacts, config: Mapping[str, Any], dtype_bytes: int) -> int:
+    """Weights of a dense decoder of this geometry, for `load_format=dummy`, which has no checkpoint to measure."""
+    rest = facts.vocab_size * facts.hidden_size * (1 if facts.tied_head else 2)
+    return (rest + linear_parameters(facts, config)) * dtype_bytes
 
 
 def size_pool(
