@@ -37,8 +37,8 @@ def test_an_index_chooses_the_keys_with_the_highest_scores_among_those_up_to_its
     random = torch.Generator().manual_seed(0)
     q, keys = torch.randn(5, 8, 16, generator=random), torch.randn(30, 16, generator=random)
     weights = torch.randn(5, 8, generator=random)
-    found = sparse.choose(q, weights, keys, 25, 6, 0.25)
-    assert sparse.choose(q[:1], weights[:1], keys[:4], 3, 6, 0.25)[0, 4:].tolist() == [-1, -1]
+    found = sparse.choose(q, weights, keys, torch.arange(26, 31), 6, 0.25)
+    assert sparse.choose(q[:1], weights[:1], keys[:4], torch.tensor([4]), 6, 0.25)[0, 4:].tolist() == [-1, -1]
     for token in range(5):
         scores = [
             sum(float(weights[token, h]) * max(0.0, float(q[token, h].double() @ keys[k].double()) * 0.25) for h in range(8))
@@ -50,9 +50,10 @@ def test_an_index_chooses_the_keys_with_the_highest_scores_among_those_up_to_its
 def test_portions_of_tokens_choose_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(1)
     q, keys, weights = (torch.randn(*shape, generator=random) for shape in ((9, 4, 16), (40, 16), (9, 4)))
-    whole = sparse.choose(q, weights, keys, 31, 7, 1.0)
+    seen = torch.arange(32, 41)
+    whole = sparse.choose(q, weights, keys, seen, 7, 1.0)
     monkeypatch.setattr(sparse, "PORTION", 4 * 40 * 2)
-    assert torch.equal(sparse.choose(q, weights, keys, 31, 7, 1.0), whole)
+    assert torch.equal(sparse.choose(q, weights, keys, seen, 7, 1.0), whole)
 
 
 @pytest.mark.parametrize("portion", [1 << 24, 1])

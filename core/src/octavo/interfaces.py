@@ -410,7 +410,14 @@ class SparseBackend(Protocol):
         self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None, select: Tensor | None = None
     ) -> Tensor:
         """As AttentionBackend.run; select int32 [T, count] holds the positions that each token attends to, none past its
-        own, -1 where there are fewer."""
+        own, -1 where there are fewer.
+
+        Where a latent group keeps one entry for m tokens (KVSpec.tokens_per_entry; the block size is a multiple of it),
+        `write` gets the entries of the tokens at positions p with (p + 1) % m == 0, positions are numbers of entries, and
+        a token at p sees the first (p + 1) // m; one that sees none gets zeros and an lse of -inf."""
+
+    def gather(self, layer: int, row: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """As AttentionBackend.gather, of tokens (or entries) [start, length)."""
 
 
 # ---------------------------------------------------------------- weights, operators, models
@@ -674,6 +681,13 @@ class ModelAdapter(Protocol):
 
     def recommend(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Preferences with reasons, such as {"block_size": 16}; may be empty."""
+
+
+class CanonicalNames(Protocol):
+    """What a ModelAdapter may also offer, where checkpoints of one architecture go by several names."""
+
+    def canonical(self, name: str) -> str:
+        """The name that the model declares for the checkpoint tensor `name`; the name itself for any other."""
 
 
 # ---------------------------------------------------------------- executor

@@ -7,7 +7,9 @@ know how the cache is laid out or which step it is in: the step is passed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from octavo.errors import PluginError
@@ -20,7 +22,7 @@ class PagedAttention:
 
     def __init__(self, layer: AttentionLayer, backend: AttentionBackend, norm_rope: Callable[..., Tensor]) -> None:
         self._index, self._heads, self._v_dim = layer.index, layer.num_heads, layer.v_dim
-        self._write, self._run = backend.write, backend.run
+        self._write, self._run, self._gather = backend.write, backend.run, cast("Any", backend.gather)
         self._choose, self._captures = getattr(backend, "choose", None), backend.graphs != "none"
         self._prologue = getattr(backend, "prologue", None)
         self._norm_rope = norm_rope
@@ -36,6 +38,22 @@ class PagedAttention:
         if step.host.max_seq_len <= count and not self._captures:
             return None
         return self._choose(self._index, step, q, weights, count)  # type: ignore[no-any-return]
+
+    def store(self, step: Step, k: Tensor, v: Tensor) -> None:
+        """Store only. Of a cache whose entries stand for several tokens, k and v are those of the tokens that end one."""
+        self._write(self._index, step, k, v)
+
+    def read(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens (entries, where one stands for several) [start, end) of a state-table row."""
+        return self._gather(self._index, row, end, start)
+
+    def weighed(self, step: Step, q: Tensor, select: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Attention over what is stored, and its log-sum-exp float32 [T, heads], to be merged with another cache's. A token
+        that sees nothing has zeros and -inf."""
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        out = q.new_empty(q.shape[0], self._heads, self._v_dim)
+        extra = {} if select is None else {"select": select}
+        return self._run(self._index, step, q, out, lse=lse, **extra), lse
 
     def over(self, step: Step, q: Tensor, k: Tensor, v: Tensor, select: Tensor | None) -> Tensor:
         """As a call, over the keys at positions select int32 [T, count] alone (-1: none); None is all."""

@@ -181,5 +181,19 @@ class GroupPlanner:
         return torch.from_numpy(array).to(self._device)
 
 
+class EntryPlanner(GroupPlanner):
+    """Plans steps of a latent group that keeps one entry for `tokens_per_entry` tokens, written with the last of them. An
+    entry's *position* is its number in the sequence; `entries` takes those."""
+
+    def __init__(self, group: KVGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._every = group.spec.tokens_per_entry
+        self._size = group.block_size // self._every
+
+    def plan(self, step: Step) -> GroupPlan:
+        last = (step.positions + 1) % self._every == 0
+        return GroupPlan(writes=step.slot_mapping[self._index][last] // self._every, short=[], long=[])
+
+
 def _alone(new: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return (new > SHORT_QUERY) & ((new > MEDIUM_QUERY) | (keys > MEDIUM_KEYS))

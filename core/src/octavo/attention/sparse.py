@@ -1,6 +1,6 @@
-"""Sparse attention in plain torch: choosing keys by an index, and attending to chosen keys only.
+"""Sparse attention in plain torch: choosing keys by an index, attending to chosen keys, attending to the first keys.
 
-Owns the two formulas, row by row in portions that bound memory: the oracle of faster ones. Where entries lie is the
+Owns the formulas, row by row in portions that bound memory: the oracle of faster ones. Where entries lie is the
 caller's: `read` gives the keys of positions. Must never read a position that the row does not hold.
 """
 
@@ -16,12 +16,12 @@ PORTION = 1 << 24
 """Elements of the largest intermediate tensor of a portion of tokens."""
 
 Read = Callable[[Tensor], Tensor]
-"""Positions int64 [n] or [n, m] of one row -> their keys [..., k_dim]."""
+"""Positions int64 [n, m] of one row -> their keys [n, m, k_dim]."""
 
 
-def choose(q: Tensor, weights: Tensor, keys: Tensor, first: int, count: int, scale: float) -> Tensor:
-    """int32 [n, count]: for each of n tokens at positions first, first + 1, ... the positions, among those up to its own,
-    with the highest sum over heads of weight * relu(scale * q . k) (DeepSeek V3.2's index). -1 where it sees fewer than count.
+def choose(q: Tensor, weights: Tensor, keys: Tensor, seen: Tensor, count: int, scale: float) -> Tensor:
+    """int32 [n, count]: for each of n tokens the positions, among the first seen[n] keys, with the highest sum over heads of
+    weight * relu(scale * q . k) (DeepSeek V3.2's index). -1 where it sees fewer than count.
 
     q [n, heads, dim], weights float32 [n, heads], keys [length, dim]; scores are float32. Which of two equal scores is taken
     is unspecified.
@@ -30,13 +30,10 @@ def choose(q: Tensor, weights: Tensor, keys: Tensor, first: int, count: int, sca
     length, wanted = len(keys), min(count, len(keys))
     chosen = torch.full((tokens, count), -1, dtype=torch.int32, device=q.device)
     columns = torch.arange(length, device=q.device)
-    portion = max(1, PORTION // (heads * length))
-    for at in range(0, tokens, portion):
-        part = slice(at, min(at + portion, tokens))
+    for part in _portions(tokens, heads * length):
         scores = torch.einsum("nhd,ld->nhl", q[part].float(), keys.float()).mul_(scale).relu_()
         total = torch.einsum("nhl,nh->nl", scores, weights[part].float())
-        own = torch.arange(first + part.start, first + part.stop, device=q.device)
-        total.masked_fill_(columns > own.unsqueeze(1), -math.inf)
+        total.masked_fill_(columns >= seen[part].unsqueeze(1), -math.inf)
         best = total.topk(wanted, -1)
         chosen[part, :wanted] = best.indices.int().masked_fill_(best.values == -math.inf, -1)
     return chosen
@@ -45,14 +42,35 @@ def choose(q: Tensor, weights: Tensor, keys: Tensor, first: int, count: int, sca
 def attend(q: Tensor, select: Tensor, read: Read, out: Tensor, scale: float, lse: Tensor | None) -> None:
     """Attention of q [n, heads, k_dim] over the one shared head's entries at positions select int [n, m] of its row (-1:
     none), whose values are the first v_dim of their keys: fills out [n, heads, v_dim], and lse float32 [n, heads] if given.
-    Softmax in float32."""
-    v_dim = out.shape[-1]
-    portion = max(1, PORTION // (select.shape[1] * q.shape[-1]))
-    for at in range(0, len(q), portion):
-        part = slice(at, at + portion)
+    Softmax in float32; a token that sees nothing gets zeros and an lse of -inf."""
+    for part in _portions(len(q), select.shape[1] * q.shape[-1]):
         keys = read(select[part].long().clamp_(min=0)).to(q.dtype)
         scores = torch.einsum("nhd,nmd->nhm", q[part], keys).float().mul_(scale)
         scores.masked_fill_((select[part] < 0).unsqueeze(1), -math.inf)
-        out[part] = torch.einsum("nhm,nmd->nhd", scores.softmax(-1).to(q.dtype), keys[..., :v_dim]).to(out.dtype)
+        out[part] = torch.einsum("nhm,nmd->nhd", _softmax(scores, q.dtype), keys[..., : out.shape[-1]]).to(out.dtype)
         if lse is not None:
             lse[part] = scores.logsumexp(-1)
+
+
+def attend_first(q: Tensor, keys: Tensor, seen: Tensor, out: Tensor, scale: float, lse: Tensor | None) -> None:
+    """As `attend`, over the first seen[n] of keys [length, k_dim]."""
+    keys = keys.to(q.dtype)
+    columns = torch.arange(len(keys), device=q.device)
+    for part in _portions(len(q), q.shape[1] * max(1, len(keys))):
+        scores = torch.einsum("nhd,md->nhm", q[part], keys).float().mul_(scale)
+        scores.masked_fill_((columns >= seen[part].unsqueeze(1)).unsqueeze(1), -math.inf)
+        out[part] = torch.einsum("nhm,md->nhd", _softmax(scores, q.dtype), keys[:, : out.shape[-1]]).to(out.dtype)
+        if lse is not None:
+            lse[part] = scores.logsumexp(-1) if len(keys) else torch.full_like(lse[part], -math.inf)
+
+
+def _softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """softmax over the last axis, zeros where every score is -inf. (A NaN stays one.)"""
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill_(nothing, 0.0).to(dtype)
+
+
+def _portions(tokens: int, elements: int) -> list[slice]:
+    """Slices of [0, tokens) whose tokens have at most PORTION elements together, `elements` each; at least one token a slice."""
+    size = max(1, PORTION // max(1, elements))
+    return [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]

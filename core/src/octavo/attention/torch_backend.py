@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.attention import sparse
 from octavo.attention.flash import causal_attention
-from octavo.attention.plan import ROW_BLOCK, GroupPlan, GroupPlanner, LongTile, ShortTile
+from octavo.attention.plan import ROW_BLOCK, EntryPlanner, GroupPlan, GroupPlanner, LongTile, ShortTile
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVGroup, KVSpec, Limits, Step
 
 FEW_TASKS = 24
@@ -44,6 +44,11 @@ class _Layer:
     cache: Tensor
     entries: Tensor
     sinks: Tensor | None  # float32 [kv_heads, group]
+
+    @property
+    def size(self) -> int:
+        """Entries of a block: its tokens, or fewer where an entry stands for several."""
+        return self.group.block_size // self.group.spec.tokens_per_entry
 
 
 class TorchAttention:
@@ -67,18 +72,30 @@ class TorchAttention:
         if spec.kind not in ("full", "window", "latent"):
             raise ValueError(f"attention 'torch' keeps full, window and latent caches, not {spec.kind!r}")
         dtype: torch.dtype = getattr(torch, spec.dtype)
+        if spec.tokens_per_entry != 1 and spec.kind != "latent":
+            raise ValueError(
+                f"attention 'torch' keeps an entry for each token of a {spec.kind} cache, not one for {spec.tokens_per_entry}"
+            )
         if spec.kind == "latent":
             if spec.heads != 1:
                 raise ValueError(f"a latent cache has one shared head, not {spec.heads}")
-            size = block_size * spec.k_dim * dtype.itemsize
-            return CacheLayout(spec.dtype, (block_size, spec.k_dim), size, "[slot, latent and rope]")
+            every = spec.tokens_per_entry
+            size = block_size * spec.k_dim * dtype.itemsize // every
+            order = "[slot, latent and rope]" if every == 1 else f"[slot of {every} tokens, entry]"
+            return CacheLayout(spec.dtype, (block_size // every, spec.k_dim), size, order)
         shape = (2, spec.heads, block_size, max(spec.k_dim, spec.v_dim))
         return CacheLayout(spec.dtype, shape, math.prod(shape) * dtype.itemsize, "[k or v, kv_head, slot, width]")
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
         for bound in groups:
             key = f"attention.torch.{bound.group.index}"
-            self._planners[key] = GroupPlanner(bound.group, bound.caches[0].device)
+            every, size = bound.group.spec.tokens_per_entry, bound.group.block_size
+            if size % every:
+                raise ValueError(
+                    f"KV group {bound.group.index}: blocks of {size} tokens hold no whole number of entries of {every}"
+                )
+            planner = GroupPlanner if every == 1 else EntryPlanner
+            self._planners[key] = planner(bound.group, bound.caches[0].device)
             for facts, cache in zip(bound.layers, bound.caches, strict=True):
                 entries = cache.view(-1, cache.shape[-1])
                 if cache.dtype in _FLOAT8:
@@ -111,17 +128,25 @@ class TorchAttention:
 
     def choose(self, layer: int, step: Step, q: Tensor, weights: Tensor, count: int) -> Tensor:
         bound, _ = self._at(layer, step)
-        chosen = []
+        every, chosen = bound.group.spec.tokens_per_entry, []
         for row, tokens, end in self._rows(step):
-            keys, _ = self.gather(layer, row, end)
-            new = tokens.stop - tokens.start
-            chosen.append(sparse.choose(q[tokens], weights[tokens], keys[:, 0], end - new, count, bound.facts.scale))
+            keys, _ = self.gather(layer, row, end // every)
+            seen = _seen(step, tokens, every)
+            chosen.append(sparse.choose(q[tokens], weights[tokens], keys[:, 0], seen, count, bound.facts.scale))
         return torch.cat(chosen)
 
     def run(
         self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None, select: Tensor | None = None
     ) -> Tensor:
         bound, plan = self._at(layer, step)
+        if select is None and bound.group.spec.tokens_per_entry > 1:
+            for row, tokens, end in self._rows(step):
+                seen = _seen(step, tokens, bound.group.spec.tokens_per_entry)
+                keys, _ = self.gather(layer, row, end // bound.group.spec.tokens_per_entry)
+                sparse.attend_first(
+                    q[tokens], keys[:, 0], seen, out[tokens], bound.facts.scale, None if lse is None else lse[tokens]
+                )
+            return out
         if select is not None:
             for row, tokens, _ in self._rows(step):
                 read = partial(self._entries_at, bound, self._tables[bound.group.index][row])
@@ -147,27 +172,29 @@ class TorchAttention:
     def _rows(step: Step) -> Iterator[tuple[int, slice, int]]:
         """Of each row: its line of the state table, its tokens in the step, and its length after the step."""
         start = 0
-        for row, new, end in zip(step.host.rows.tolist(), step.host.query_lens.tolist(), step.host.seq_lens.tolist(), strict=True):
+        for row, new, end in zip(
+            step.host.rows.tolist(), step.host.query_lens.tolist(), step.host.seq_lens.tolist(), strict=True
+        ):
             yield row, slice(start, start + new), end
             start += new
 
     def _entries_at(self, bound: _Layer, table: Tensor, positions: Tensor) -> Tensor:
         """Latent entries [..., k_dim] of positions int64 [...] of the row with this block table."""
         flat = positions.reshape(-1)
-        blocks = table.index_select(0, flat // bound.group.block_size)
+        blocks = table.index_select(0, flat // bound.size)
         entries = self._planners[bound.plan].entries(blocks.unsqueeze(0), flat.unsqueeze(0))
         return self._read(bound, entries, tuple(positions.shape))[0]
 
-    def gather(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, row: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         if not self._tables:
             raise RuntimeError("gather needs the block tables, which come with the first planned step")
         bound = self._layers[layer]
         table = self._tables[bound.group.index]
-        positions = torch.arange(length, device=table.device)
+        positions = torch.arange(start, length, device=table.device)
         # Blocks that a window has given back have no entry (-1): their tokens read block 0, unspecified.
-        blocks = table[row].index_select(0, positions // bound.group.block_size).clamp_(min=0)
+        blocks = table[row].index_select(0, positions // bound.size).clamp_(min=0)
         entries = self._planners[bound.plan].entries(blocks.unsqueeze(0), positions.unsqueeze(0))
-        keys, values = self._read(bound, entries, (bound.group.spec.heads, length))
+        keys, values = self._read(bound, entries, (bound.group.spec.heads, length - start))
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         return keys.to(self._dtype), values.to(self._dtype)
 
@@ -268,6 +295,11 @@ class TorchAttention:
         if facts.k_dim != facts.v_dim:
             keys, values = keys[..., : facts.k_dim], values[..., : facts.v_dim]
         return keys, values
+
+
+def _seen(step: Step, tokens: slice, every: int) -> Tensor:
+    """int64: how many of its row's entries each of these tokens sees: those of windows that are closed by then."""
+    return (step.positions[tokens] + 1) // every
 
 
 def _cap(scores: Tensor, cap: float) -> None:

@@ -229,6 +229,7 @@ def _model(
         plan.dtype,
         tied=plan.facts.tied_head,
         ignored=adapter.ignored,
+        canonical=getattr(adapter, "canonical", lambda name: name),
         load_format=plan.config.load_format,
         seed=plan.config.seed,
         device=device,

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -165,6 +165,7 @@ def load_weights(
     *,
     tied: bool = False,
     ignored: Callable[[str], bool] = lambda name: False,
+    canonical: Callable[[str], str] = lambda name: name,
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto",
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -174,7 +175,8 @@ def load_weights(
 
     dtype is the torch dtype name that dequantised and dummy tensors get; stored tensors keep theirs.
     tied: the model's head shares the embedding, so that an lm_head in the checkpoint is skipped with
-    a warning. ignored: names that the architecture knows and does not use (ModelAdapter.ignored).
+    a warning. ignored: names that the architecture knows and does not use (ModelAdapter.ignored). canonical: of the names
+    that checkpoints of the architecture use for one tensor, the one that the model declares (CanonicalNames.canonical).
     device is where dummies are made; stored tensors come on the CPU. progress is called with stored bytes,
     before the first tensor and after each. LoadError before any weight is read if the checkpoint does not fit.
     """
@@ -190,7 +192,7 @@ def load_weights(
         stored = "gguf" if source.kind == "gguf" else "safetensors"
         if load_format not in ("auto", stored):
             raise LoadError(f"{source.path}: load_format is {load_format!r}, but the weights are {stored}")
-        headers = checkpoint_headers(source)
+        headers = _renamed(checkpoint_headers(source), canonical)
         plan = table.match(headers, str(source.path), ignored=ignored, tied=tied)
         chosen = {h.name for h in plan}
         skipped = [name for name in headers if name not in chosen]
@@ -207,6 +209,17 @@ def load_weights(
             progress(done, total)
     table.verify()
     return LoadReport(count, nbytes, tuple(skipped), time.monotonic() - begun)
+
+
+def _renamed(headers: Mapping[str, Header], canonical: Callable[[str], str]) -> dict[str, Header]:
+    """Headers under their canonical names. LoadError where two tensors claim one."""
+    found: dict[str, Header] = {}
+    for name, header in headers.items():
+        new = canonical(name)
+        if new in found:
+            raise LoadError(f"{header.file.name}: {name!r} is another name of {new!r}, which the checkpoint has already")
+        found[new] = header if new == name else replace(header, name=new)
+    return found
 
 
 @contextmanager
