@@ -22,7 +22,7 @@ class PagedAttention:
 
     def __init__(self, layer: AttentionLayer, backend: AttentionBackend, norm_rope: Callable[..., Tensor]) -> None:
         self._index, self._heads, self._v_dim = layer.index, layer.num_heads, layer.v_dim
-        self._write, self._run, self._gather = backend.write, backend.run, cast("Any", backend.gather)
+        self._write, self._run, self._gather = backend.write, cast("Any", backend.run), cast("Any", backend.gather)
         self._choose, self._captures = getattr(backend, "choose", None), backend.graphs != "none"
         self._prologue = getattr(backend, "prologue", None)
         self._norm_rope = norm_rope
@@ -45,7 +45,8 @@ class PagedAttention:
 
     def read(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens (entries, where one stands for several) [start, end) of a state-table row."""
-        return self._gather(self._index, row, end, start)
+        found: tuple[Tensor, Tensor] = self._gather(self._index, row, end, start)
+        return found
 
     def weighed(self, step: Step, q: Tensor, select: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attention over what is stored, and its log-sum-exp float32 [T, heads], to be merged with another cache's. A token

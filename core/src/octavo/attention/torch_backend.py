@@ -139,20 +139,8 @@ class TorchAttention:
         self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None, select: Tensor | None = None
     ) -> Tensor:
         bound, plan = self._at(layer, step)
-        if select is None and bound.group.spec.tokens_per_entry > 1:
-            for row, tokens, end in self._rows(step):
-                seen = _seen(step, tokens, bound.group.spec.tokens_per_entry)
-                keys, _ = self.gather(layer, row, end // bound.group.spec.tokens_per_entry)
-                sparse.attend_first(
-                    q[tokens], keys[:, 0], seen, out[tokens], bound.facts.scale, None if lse is None else lse[tokens]
-                )
-            return out
-        if select is not None:
-            for row, tokens, _ in self._rows(step):
-                read = partial(self._entries_at, bound, self._tables[bound.group.index][row])
-                sums = None if lse is None else lse[tokens]
-                sparse.attend(q[tokens], select[tokens], read, out[tokens], bound.facts.scale, sums)
-            return out
+        if select is not None or bound.group.spec.tokens_per_entry > 1:
+            return self._sparse(layer, bound, step, q, out, lse, select)
         plain = self._fuses and lse is None and bound.sinks is None and not bound.facts.softcap
         for tile in plan.short:
             if plain and tile.query_len == 1 and tile.size * bound.facts.num_kv_heads <= FEW_TASKS:
@@ -166,6 +154,21 @@ class TorchAttention:
                 out[rows] = causal_attention(q[rows], keys, values, bound.facts.scale)
             else:
                 self._long(bound, row, q, out, lse)
+        return out
+
+    def _sparse(
+        self, layer: int, bound: _Layer, step: Step, q: Tensor, out: Tensor, lse: Tensor | None, select: Tensor | None
+    ) -> Tensor:
+        """Over chosen keys, or over every entry of the windows that are closed."""
+        every, scale = bound.group.spec.tokens_per_entry, bound.facts.scale
+        for row, tokens, end in self._rows(step):
+            sums = None if lse is None else lse[tokens]
+            if select is not None:
+                read = partial(self._entries_at, bound, self._tables[bound.group.index][row])
+                sparse.attend(q[tokens], select[tokens], read, out[tokens], scale, sums)
+            else:
+                keys, _ = self.gather(layer, row, end // every)
+                sparse.attend_first(q[tokens], keys[:, 0], _seen(step, tokens, every), out[tokens], scale, sums)
         return out
 
     @staticmethod
