@@ -26,6 +26,29 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 INT64 = 1 << 63
 
+INTEGERS = {
+    "n": (1, MAX_N),
+    "best_of": (1, MAX_N),
+    "top_k": (-1, INT64 - 1),
+    "seed": (-INT64, INT64 - 1),
+    "max_tokens": (1, INT64 - 1),
+    "min_tokens": (0, INT64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+"""Least and greatest value of the integers of SamplingParams."""
+_OPTIONAL = {"best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"}
+
+NUMBERS = {
+    "temperature": (0.0, math.inf),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, math.inf),
+}
+"""Least and greatest value of its other numbers, all of them finite."""
+
 
 def _bad(param: str, message: str) -> RequestError:
     return RequestError(f"{param}: {message}", param=param, code="invalid_value")
@@ -89,8 +112,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_number(p: SamplingParams, name: str, low: float, high: float) -> None:
-    value = getattr(p, name)
+def _check_number(p: SamplingParams, name: str) -> None:
+    value, (low, high) = getattr(p, name), NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise _bad(name, f"must be a finite number, got {value!r}")
     if not low <= value <= high:
@@ -98,35 +121,24 @@ def _check_number(p: SamplingParams, name: str, low: float, high: float) -> None
         raise _bad(name, f"must be {bound}, got {value!r}")
 
 
-def _check_int(p: SamplingParams, name: str, low: int, high: int) -> None:
-    value = getattr(p, name)
+def _check_int(p: SamplingParams, name: str) -> None:
+    value, (low, high) = getattr(p, name), INTEGERS[name]
+    if name == "best_of":
+        low = p.n
     if not _is_int(value) or not low <= value <= high:
         raise _bad(name, f"must be an integer in [{low}, {high}], got {value!r}")
 
 
 def _check(p: SamplingParams) -> None:
-    _check_int(p, "n", 1, MAX_N)
-    if p.best_of is not None:
-        _check_int(p, "best_of", p.n, MAX_N)
-    _check_number(p, "temperature", 0.0, math.inf)
-    _check_number(p, "top_p", 0.0, 1.0)
-    _check_number(p, "min_p", 0.0, 1.0)
-    _check_number(p, "presence_penalty", -2.0, 2.0)
-    _check_number(p, "frequency_penalty", -2.0, 2.0)
-    _check_number(p, "repetition_penalty", 0.0, math.inf)
+    for name in INTEGERS:
+        if getattr(p, name) is not None or name not in _OPTIONAL:
+            _check_int(p, name)
+    for name in NUMBERS:
+        _check_number(p, name)
     if p.repetition_penalty == 0.0:
         raise _bad("repetition_penalty", "must be greater than 0, got 0")
-    _check_int(p, "top_k", -1, INT64 - 1)
-    if p.seed is not None:
-        _check_int(p, "seed", -INT64, INT64 - 1)
-    if p.max_tokens is not None:
-        _check_int(p, "max_tokens", 1, INT64 - 1)
-    _check_int(p, "min_tokens", 0, INT64 - 1)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise _bad("min_tokens", f"{p.min_tokens} is more than max_tokens {p.max_tokens}")
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(p, name) is not None:
-            _check_int(p, name, 0, MAX_LOGPROBS)
     _check_bias(p.logit_bias)
     stops = [p.stop] if isinstance(p.stop, str) else list(p.stop or ())
     if len(stops) > MAX_STOP_STRINGS:

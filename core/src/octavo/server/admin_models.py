@@ -20,9 +20,10 @@ from octavo.config import EngineConfig
 from octavo.engine.models import ModelTable, beside, successor
 from octavo.engine.served import Served
 from octavo.errors import AdmissionRefused, ConfigError, EngineDead, LoadError, PluginError
+from octavo.server import openapi
 from octavo.server.errors import ApiError
 from octavo.server.models import settings
-from octavo.server.runs import body_of, docs
+from octavo.server.runs import body_of
 from octavo.server.service import Service, State
 from octavo.server.wire import Wire
 
@@ -86,7 +87,7 @@ async def models(state: State) -> dict[str, Any]:
     }
 
 
-@router.post("/models", openapi_extra=docs(NewModel))
+@router.post("/models", openapi_extra=openapi.body(NewModel))
 async def add(request: Request, state: State) -> JSONResponse:
     """Load a model beside the others. 201 when it serves; 202 at once with `wait: false`."""
     body = await body_of(request, state, NewModel)
@@ -104,7 +105,7 @@ async def add(request: Request, state: State) -> JSONResponse:
     return JSONResponse(await asyncio.to_thread(_row, model, table), 201)
 
 
-@router.post("/models/{name:path}/warm", openapi_extra=docs(Warm))
+@router.post("/models/{name:path}/warm", openapi_extra=openapi.body(Warm))
 async def warm(name: str, request: Request, state: State) -> dict[str, Any]:
     """Run prompts through a model, so that what happens once has happened."""
     body = await body_of(request, state, Warm)
@@ -146,7 +147,7 @@ async def remove(name: str, state: State, timeout: float = _TIMEOUT) -> dict[str
     return {"name": name, "removed": True}
 
 
-@router.put("/aliases/{alias:path}", openapi_extra=docs(Weights))
+@router.put("/aliases/{alias:path}", openapi_extra=openapi.body(Weights))
 async def set_alias(alias: str, request: Request, state: State) -> dict[str, Any]:
     """Let a name stand for one model, or for several by weight."""
     body = await body_of(request, state, Weights)

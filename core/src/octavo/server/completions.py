@@ -14,17 +14,18 @@ from starlette.responses import Response
 
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import RequestError
+from octavo.server import openapi
 from octavo.server.answers import ChatAnswer, CompletionAnswer
 from octavo.server.generation import Job
 from octavo.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, conversation
-from octavo.server.runs import body_of, check_samples, docs, raw_jobs, resolve, run
+from octavo.server.runs import body_of, check_samples, raw_jobs, resolve, run
 from octavo.server.service import Service, State, principal
 from octavo.text.chat import render_chat
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
-@router.post("/chat/completions", openapi_extra=docs(ChatRequest))
+@router.post("/chat/completions", openapi_extra=openapi.body(ChatRequest))
 async def chat_completions(request: Request, state: State) -> Response:
     """Answer a conversation."""
     body = await body_of(request, state, ChatRequest)
@@ -49,7 +50,7 @@ async def chat_completions(request: Request, state: State) -> Response:
     return await run(request, state, body, prepare, lambda rid, jobs, llm: ChatAnswer(rid, model, jobs, llm.tokenizer, body))
 
 
-@router.post("/completions", openapi_extra=docs(CompletionRequest))
+@router.post("/completions", openapi_extra=openapi.body(CompletionRequest))
 async def completions(request: Request, state: State) -> Response:
     """Continue text or token ids."""
     body = await body_of(request, state, CompletionRequest)

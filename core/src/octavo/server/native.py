@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 import octavo
 from octavo.engine.async_llm import AsyncLLM
+from octavo.server import openapi
 from octavo.server.answers import GenerateAnswer
 from octavo.server.clients import while_connected
 from octavo.server.errors import ApiError
@@ -27,7 +28,7 @@ from octavo.server.protocol import (
     TokenizeRequest,
     conversation,
 )
-from octavo.server.runs import body_of, docs, raw_jobs, run
+from octavo.server.runs import body_of, raw_jobs, run
 from octavo.server.service import Service, State, principal
 from octavo.text.chat import render_chat
 
@@ -75,7 +76,7 @@ async def metrics(state: State) -> Response:
     return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.post("/generate", tags=["generation"], openapi_extra=docs(GenerateRequest))
+@router.post("/generate", tags=["generation"], openapi_extra=openapi.body(GenerateRequest))
 async def generate(request: Request, state: State) -> Response:
     """Continue prompts, with a short answer."""
     body = await body_of(request, state, GenerateRequest)
@@ -93,7 +94,7 @@ def _tokenizer_of(request: Request, state: Service, name: str | None) -> AsyncLL
     return state.open(name)
 
 
-@router.post("/tokenize", tags=["tokenizer"], openapi_extra=docs(TokenizeRequest))
+@router.post("/tokenize", tags=["tokenizer"], openapi_extra=openapi.body(TokenizeRequest))
 async def tokenize(request: Request, state: State) -> dict[str, Any]:
     """Token ids of a text or of a conversation."""
     body = await body_of(request, state, TokenizeRequest)
@@ -117,7 +118,7 @@ def _encode(llm: AsyncLLM, body: TokenizeRequest) -> list[int]:
     )
 
 
-@router.post("/detokenize", tags=["tokenizer"], openapi_extra=docs(DetokenizeRequest))
+@router.post("/detokenize", tags=["tokenizer"], openapi_extra=openapi.body(DetokenizeRequest))
 async def detokenize(request: Request, state: State) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
     body = await body_of(request, state, DetokenizeRequest)

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 from octavo.errors import RequestError
 from octavo.request import SamplingParams
 from octavo.server.errors import ApiError, unsupported
-from octavo.server.limits import MAX_LOGIT_BIAS, MAX_MESSAGES
+from octavo.server.limits import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS
 from octavo.server.wire import Wire
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -33,8 +33,37 @@ def _container(*kinds: type) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TOKENS,
+        {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ],
+    "description": "Text, a list of texts, token ids, or a list of lists of token ids.",
+}
+_PART = {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+_CONTENT = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {**_PART, "additionalProperties": False}}, {"type": "null"}],
+    "description": "Text, or a list of text parts; null for an assistant message with tool_calls.",
+}
+_BIAS = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        },
+        {"type": "null"},
+    ],
+    "description": "Token id -> what is added to its logit.",
+}
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _IDS = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]}
+Prompt = Annotated[Any, WithJsonSchema(_PROMPT)]
+Content = Annotated[Any, WithJsonSchema(_CONTENT)]
 Texts = Annotated[Any, _container(str, list), WithJsonSchema(_TEXTS)]
 Ids = Annotated[Any, _container(list), WithJsonSchema(_IDS)]
 
@@ -59,7 +88,7 @@ class Sampling(Wire):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(_BIAS)] = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -150,7 +179,7 @@ class CompletionRequest(_OpenAI):
         "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be honoured"),
     }  # fmt: skip
 
-    prompt: Any
+    prompt: Prompt
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -186,7 +215,7 @@ class Message(Wire):
     }
 
     role: str = Field(min_length=1, max_length=64)
-    content: Any = None
+    content: Content = None
     name: str | None = Field(None, max_length=64)
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
@@ -284,7 +313,7 @@ class ChatRequest(_OpenAI):
 class GenerateRequest(Sampling):
     """POST /generate: one prompt (text or token ids), or a list of them, and sampling fields."""
 
-    prompt: Any
+    prompt: Prompt
     max_new_tokens: int | None = None
     best_of: int | None = None
 

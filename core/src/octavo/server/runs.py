@@ -44,13 +44,6 @@ async def body_of(request: Request, state: Service, model: type[M]) -> M:
     return parse(model, await read_body(request, state.config.max_body_bytes, state.config.body_timeout))
 
 
-def docs(model: type[Wire]) -> dict[str, Any]:
-    """The OpenAPI entry of a route that reads its own body."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
 async def run(
     request: Request,
     state: Service,
