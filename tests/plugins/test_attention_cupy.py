@@ -102,14 +102,13 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 def test_eight_rows_of_a_column_lie_in_different_banks(dim: int, element: int) -> None:
     """ldmatrix reads 16 bytes of eight rows at once; 128 bytes of shared memory are all banks."""
     spec = KVSpec("full", 2, dim, dim, "bfloat16" if element == 2 else "float8_e4m3fn")
-    columns = PageGeometry.of(spec, 32).columns(dim)
+    places = PageGeometry.of(spec, 32).places(dim)
     per_chunk = 16 // element
     for first in range(0, 32, 8):
         for chunk in range(dim // per_chunk):
-            places = [slot * dim * element + columns[slot, chunk * per_chunk] * element for slot in range(first, first + 8)]
-            assert len({place % 128 for place in places}) == 8, f"slots from {first}, chunk {chunk}"
-    for row in columns:
-        assert sorted(row) == list(range(dim))
+            banks = {places[slot, chunk * per_chunk] * element % 128 for slot in range(first, first + 8)}
+            assert len(banks) == 8, f"slots from {first}, chunk {chunk}"
+    assert sorted(places.reshape(-1)) == list(range(32 * dim))
 
 
 def test_a_geometry_that_no_kernel_reads_is_refused() -> None:
@@ -131,11 +130,8 @@ int tiles_of(int first, int last, int unit) { return row_tiles(first, last, unit
 int share_of(int units, int blocks, int least) { return block_share(units, blocks, least); }
 void segment_of(int at, int end, int before, int tiles, int share, Segment* s) { *s = segment_at(at, end, before, tiles, share); }
 int place_of(int part, int first_block, int middle) { return part_place(part, first_block, middle); }
-long long k_place(int page, int head, int slot, int chunk) { return k_offset(page, head, slot) + (chunk ^ KRows::swizzle(slot)) * 16; }
-long long v_place(int page, int heads, int head, int slot, int chunk) {
-    return v_offset(page, heads, head, slot) + (chunk ^ VRows::swizzle(slot)) * 16;
-}
-int at(int row, int chunk) { return KRows::at(row, chunk); }
+long long k_place(int page, int head, int slot, int chunk) { return k_offset(page, head, 0) + KRows::at(page, slot, chunk); }
+long long v_place(int page, int head, int slot, int chunk) { return v_offset(page, head, 0) + VRows::at(page, slot, chunk); }
 int sizes(int which) { return which == 0 ? sizeof(RowWork) : sizeof(BlockWork); }
 }
 """
@@ -167,17 +163,16 @@ def test_host_and_device_agree_on_where_a_token_lies(integers: dict[tuple[int, i
     for (element, k_dim, v_dim), library in integers.items():
         dtype, page, heads = "bfloat16" if element == 2 else "float8_e4m3fn", 24, 3
         g = PageGeometry.of(KVSpec("full", heads, k_dim, v_dim, dtype), page)
-        k_columns, v_columns = g.columns(k_dim), g.columns(v_dim)
+        k_places, v_places = g.places(k_dim), g.places(v_dim)
         for head in range(heads):
+            start = head * page * (k_dim + v_dim)
             for slot in range(page):
                 for chunk in range(k_dim * element // 16):
-                    want = ((head * page + slot) * k_dim + k_columns[slot, chunk * 16 // element]) * element
+                    want = (start + k_places[slot, chunk * 16 // element]) * element
                     assert library.k_place(page, head, slot, chunk) == want
-                    # A run that starts at a multiple of 8 slots keeps its places in shared memory.
-                    assert library.at(slot, chunk) == library.k_place(page, 0, slot, chunk)
                 for chunk in range(v_dim * element // 16):
-                    want = (g.v_base + (head * page + slot) * v_dim + v_columns[slot, chunk * 16 // element]) * element
-                    assert library.v_place(page, heads, head, slot, chunk) == want
+                    want = (start + page * k_dim + v_places[slot, chunk * 16 // element]) * element
+                    assert library.v_place(page, head, slot, chunk) == want
 
 
 @settings(max_examples=150, deadline=None)
@@ -268,7 +263,9 @@ def test_every_shape_has_a_kernel_that_fits_in_shared_memory(memory: tuple[int, 
         ("sm_90", "decode", (128, 128), 1),
         ("sm_90", "decode", (256, 256), 2),
         ("sm_80", "decode", (80, 80), 2),
-        ("sm_90", "prefill", (128, 128), 2),
+        ("sm_90a", "prefill_hopper", (128, 128), 2),
+        ("sm_90a", "prefill_hopper", (64, 64), 2),
+        ("sm_90", "prefill", (256, 256), 2),
         ("sm_90", "prefill", (192, 128), 1),
         ("sm_80", "prefill", (64, 64), 2),
         ("sm_80", "write", (128, 128), 2),
@@ -287,7 +284,7 @@ def test_kernels_compile_without_spilling(arch: str, kernel: str, dims: tuple[in
         macros = {"BF16": 1, "KV_BYTES": element, "E5M2": 0, "K_DIM": dims[0], "V_DIM": dims[1], "SOFTCAP": 0}
         memory = (
             {"shared_block": 227 << 10, "shared_sm": 228 << 10}
-            if arch == "sm_90"
+            if arch.startswith("sm_90")
             else {"shared_block": 163 << 10, "shared_sm": 164 << 10}
         )
         choice = decode_choice(group=4, k_dim=dims[0], v_dim=dims[1], element=element, **memory)
@@ -295,9 +292,14 @@ def test_kernels_compile_without_spilling(arch: str, kernel: str, dims: tuple[in
             macros |= {"N_TILES": choice.n_tiles, "SLICE": choice.slice, "WARPS": choice.warps}
             macros |= {"STAGES": choice.stages, "BLOCKS_PER_SM": choice.blocks}
         else:
-            tile = prefill_choice(k_dim=dims[0], v_dim=dims[1], element=element, shared_block=memory["shared_block"])
-            macros |= {"WARPS": tile.warps}
-    command = ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings"]
+            hopper = kernel == "prefill_hopper"
+            tile = prefill_choice(
+                k_dim=dims[0], v_dim=dims[1], element=element, shared_block=memory["shared_block"], hopper=hopper
+            )
+            assert tile.kernel == kernel or kernel == "write"
+            macros |= tile.macros
+    target = f"-gencode=arch=compute_{arch[3:]},code={arch}"
+    command = ["nvcc", "-cubin", target, "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings"]
     command += [f"-D{name}={int(value)}" for name, value in with_arguments(kernel, macros).items()]
     done = subprocess.run([*command, "-o", str(tmp_path / "k.cubin"), str(CUDA / f"{kernel}.cu")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -49,7 +49,7 @@ class Bound:
     cache: torch.Tensor
     sinks: torch.Tensor | None
     blocks: int
-    prefill_tokens: int  # of one tile
+    tile: PrefillChoice
     write: Kernel
     decode: Kernel
     prefill: Kernel
@@ -57,17 +57,22 @@ class Bound:
     decode_args: DecodeArgs
     prefill_args: PrefillArgs
 
+    @property
+    def prefill_tokens(self) -> int:
+        """New tokens of one prefill tile."""
+        return self.tile.rows // self.decode_args.group
+
 
 class CupyAttention:
     """`octavo.interfaces.AttentionBackend` on CUDA C++. graphs "decode": a step of one token a row may be captured."""
 
     graphs: Literal["none", "decode", "all"] = "decode"
-    overlap = False
 
     def __init__(self, options: CupyOptions, parts: AttentionParts) -> None:
         self.options, self.dtype_name = options, parts.dtype
         self.dtype: torch.dtype = getattr(torch, parts.dtype)
         self.device = torch.device("cuda", parts.device.index)
+        self.capability = parts.device.capability
         self.properties = torch.cuda.get_device_properties(self.device)
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self._layers: dict[int, Bound] = {}
@@ -159,6 +164,7 @@ class CupyAttention:
             v_dim=layer.v_dim,
             element=geometry.element,
             shared_block=self.properties.shared_memory_per_block_optin,
+            hopper=self.capability == (9, 0) and self.options.prefill == "auto",
         )
         shape = {
             "N_TILES": choice.n_tiles,
@@ -169,7 +175,7 @@ class CupyAttention:
         }
         write = self._kernel("write", macros, what, WRITE_THREADS)
         decode = self._kernel("decode", macros | softcap | shape, what, choice.warps * 32, choice.shared)
-        prefill = self._kernel("prefill", macros | softcap | {"WARPS": tile.warps}, what, tile.warps * 32, tile.shared)
+        prefill = self._kernel(tile.kernel, macros | softcap | tile.macros, what, tile.threads, tile.shared)
         sinks = None if layer.sinks is None else layer.sinks.detach().to(self.device, torch.float32).contiguous()
         work = self._work(group, layer, choice)
         fp8 = geometry.dtype in FP8
@@ -201,7 +207,7 @@ class CupyAttention:
             v_scale=v_scale,
         )
         return Bound(
-            layer, group, geometry, cache, sinks, self._blocks(choice), tile.warps * 16 // heads, write, decode, prefill,
+            layer, group, geometry, cache, sinks, self._blocks(choice), tile, write, decode, prefill,
             write_args, decode_args, PrefillArgs(**common, window=layer.window or 0),
         )  # fmt: skip
 
@@ -288,13 +294,16 @@ class CupyAttention:
         if not prefills or step.scratch["cupy.decodes"]:
             self._fill(bound.decode_args, bound, step, q, out, lse)
             # The kernel reads the work map before it waits for its predecessor, so the first one after `plan` starts when that ended.
-            bound.decode((bound.blocks, 1), bound.decode_args, self.device, early=self._settled and self.overlap)
+            bound.decode((bound.blocks, 1), bound.decode_args, self.device, early=self._settled and self.capability >= (9, 0))
             self._settled = True
         if prefills:
             tiles = step.scratch["cupy.tiles"][bound.prefill_tokens, bound.layer.window]
             self._fill(bound.prefill_args, bound, step, q, out, lse)
-            bound.prefill_args.tiles = tiles.data_ptr()
-            bound.prefill((tiles.shape[0], bound.layer.num_kv_heads), bound.prefill_args, self.device)
+            args, heads = bound.prefill_args, bound.layer.num_kv_heads
+            args.tiles, args.count = tiles.data_ptr(), tiles.shape[0]
+            stays = bound.tile.kernel == "prefill_hopper"  # its blocks take all items; the other has a block for each
+            grid = (min(self.properties.multi_processor_count, args.count * heads), 1) if stays else (args.count, heads)
+            bound.prefill(grid, args, self.device)
         return out
 
     def _fill(
@@ -311,9 +320,9 @@ class CupyAttention:
         args.q_token, args.q_head, args.out_token, args.out_head = q.stride(0), q.stride(1), out.stride(0), out.stride(1)
         args.table_row = table.stride(0)
         args.lse, args.lse_token = (0, 0) if lse is None else (lse.data_ptr(), lse.stride(0))
-        if (args.q | args.out) % 8 or (args.q_token | args.q_head | args.out_token | args.out_head) % 4:
+        if (args.q | args.out) % 16 or (args.q_token | args.q_head | args.out_token | args.out_head) % 8:
             raise ValueError(
-                f"layer {bound.layer.index}: q and out must start at multiples of 8 bytes, as must their tokens and heads; q has "
+                f"layer {bound.layer.index}: q and out must start at multiples of 16 bytes, as must their tokens and heads; q has "
                 f"strides {q.stride()}, out {out.stride()} (elements of 2 bytes)"
             )
 
@@ -327,16 +336,13 @@ class CupyAttention:
             raise RuntimeError("gather: no step has been prepared yet, so there is no block table to read")
         blocks = self._tables[bound.group][row, : -(-length // g.page)].long().clamp_min(0)
         pages = bound.cache.view(torch.uint8)[blocks].view(bound.cache.dtype).to(torch.float32)
-        fp8 = g.dtype in FP8
+        pages = pages.view(-1, g.heads, g.page * (g.k_dim + g.v_dim))
         found = []
-        for dim, rows, scale in (
-            (g.k_dim, pages[:, : g.v_base], bound.layer.k_scale),
-            (g.v_dim, pages[:, g.v_base :], bound.layer.v_scale),
-        ):
-            columns = torch.from_numpy(g.columns(dim)).to(self.device)
-            rows = rows.view(-1, g.heads, g.page, dim)
-            rows = rows.gather(3, columns.expand(rows.shape)).permute(0, 2, 1, 3).reshape(-1, g.heads, dim)
-            found.append((rows[:length] * (scale if fp8 else 1.0)).to(self.dtype))
+        for dim, start, scale in ((g.k_dim, 0, bound.layer.k_scale), (g.v_dim, g.page * g.k_dim, bound.layer.v_scale)):
+            places = torch.from_numpy(start + g.places(dim)).to(self.device).view(1, 1, -1)
+            rows = pages.gather(2, places.expand(*pages.shape[:2], -1)).view(-1, g.heads, g.page, dim)
+            rows = rows.permute(0, 2, 1, 3).reshape(-1, g.heads, dim)
+            found.append((rows[:length] * (scale if g.dtype in FP8 else 1.0)).to(self.dtype))
         return found[0], found[1]
 
     def copy_blocks(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -18,13 +18,23 @@ from typing import Any
 
 from octavo_attention_cupy.launch import DecodeArgs, PlanArgs, PrefillArgs, WriteArgs
 
-HEADERS = ("decode_heads.cuh", "decode_walk.cuh", "integers.cuh", "layout.cuh", "ptx.cuh", "work.cuh")
+HEADERS = (
+    "decode_heads.cuh",
+    "decode_walk.cuh",
+    "integers.cuh",
+    "layout.cuh",
+    "prefill_args.cuh",
+    "ptx.cuh",
+    "wgmma.cuh",
+    "work.cuh",
+)
 OPTIONS = ("--std=c++17",)
 ARGUMENTS: dict[str, type[ctypes.Structure]] = {
     "plan": PlanArgs,
     "write": WriteArgs,
     "decode": DecodeArgs,
     "prefill": PrefillArgs,
+    "prefill_hopper": PrefillArgs,
 }
 
 
@@ -40,6 +50,11 @@ def source(name: str) -> str:
 def default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "octavo" / "cupy"
+
+
+def architecture(capability: str) -> str:
+    """The real architecture of a compute capability such as "90". Hopper's wgmma is only in its own variant."""
+    return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
 def options(arch: str, macros: Mapping[str, int]) -> tuple[str, ...]:
@@ -100,7 +115,7 @@ def load_function(name: str, macros: Mapping[str, int], *, device: int, shared: 
     from cupy.cuda import driver, function
 
     with cupy.cuda.Device(device) as here:
-        arch = f"sm_{here.compute_capability}"
+        arch = architecture(here.compute_capability)
         module = function.Module()
         module.load(cached_cubin(name, arch, macros, directory or default_cache_dir()))
         loaded = module.get_function(name)

@@ -13,15 +13,23 @@ CHUNK = 16
 """Bytes that are moved as one: what a lane of ldmatrix addresses."""
 
 
+PANEL = 128
+"""Bytes of a panel, where a row is a multiple of it; other rows are one panel."""
+
+
+def panel_bytes(row_bytes: int) -> int:
+    return PANEL if row_bytes % PANEL == 0 else row_bytes
+
+
 def swizzle(slot: np.ndarray, row_bytes: int) -> np.ndarray:
     """What the chunk numbers of a slot's row are XORed with, so that rows 0 to 7 of a column lie in different banks."""
-    span = gcd(row_bytes // CHUNK, 8)
+    span = gcd(panel_bytes(row_bytes) // CHUNK, 8)
     return slot % 8 // (8 // span) % span
 
 
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """One page, in elements: K [head, slot, k_dim], then from v_base V [head, slot, v_dim], the chunks of every row swizzled."""
+    """One page: for each head K [panel, slot, panel's dims], then V likewise, the chunks of every row swizzled."""
 
     heads: int
     k_dim: int
@@ -49,25 +57,26 @@ class PageGeometry:
         return ELEMENT_BYTES[self.dtype]
 
     @property
-    def v_base(self) -> int:
-        return self.heads * self.page * self.k_dim
-
-    @property
     def elements(self) -> int:
         return self.heads * self.page * (self.k_dim + self.v_dim)
 
     def layout(self) -> CacheLayout:
+        k, v = (self._order(name, dim) for name, dim in (("K", self.k_dim), ("V", self.v_dim)))
         return CacheLayout(
             dtype=self.dtype,
             page_shape=(self.elements,),
             page_bytes=self.elements * self.element,
-            order=f"K[head {self.heads}, slot {self.page}, {self.k_dim}], V[head {self.heads}, slot {self.page}, {self.v_dim}], "
-            "16-byte chunks of a row swizzled by slot",
+            order=f"head {self.heads} of ({k}, {v}), 16-byte chunks of a row swizzled by slot",
         )
 
-    def columns(self, dim: int) -> np.ndarray:
-        """int64 [page, dim]: the place in its row at which each element of each slot is stored."""
+    def _order(self, name: str, dim: int) -> str:
+        width = panel_bytes(dim * self.element) // self.element
+        return f"{name}[panel {dim // width}, slot {self.page}, {width}]"
+
+    def places(self, dim: int) -> np.ndarray:
+        """int64 [page, dim]: where each element of each slot is stored, in elements from the start of its head's K or V."""
+        width = panel_bytes(dim * self.element)
         slot = np.arange(self.page)[:, None]
-        place = np.arange(dim)[None, :] * self.element
-        chunk = (place // CHUNK) ^ swizzle(slot, dim * self.element)
-        return (chunk * CHUNK + place % CHUNK) // self.element
+        panel, byte = np.divmod(np.arange(dim)[None, :] * self.element, width)
+        chunk = (byte // CHUNK) ^ swizzle(slot, dim * self.element)
+        return ((panel * self.page + slot) * width + chunk * CHUNK + byte % CHUNK) // self.element

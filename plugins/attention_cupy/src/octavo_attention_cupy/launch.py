@@ -52,13 +52,14 @@ class DecodeArgs(ctypes.Structure):
 
 
 class PrefillArgs(ctypes.Structure):
-    """PrefillArgs of cuda/prefill.cu."""
+    """PrefillArgs of cuda/prefill_args.cuh."""
 
     _fields_ = (
         *_fields(POINTER, "q out lse cache table tiles sinks"),
         *_fields(I64, "q_token q_head out_token out_head lse_token table_row page_bytes"),
         *_fields(I32, "page kv_heads group window"),
         *_fields(F32, "scale softcap v_scale"),
+        *_fields(I32, "count"),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from octavo.catalog import Accept, Needs, Options, Provider, Reject
 from pydantic import Field
@@ -17,6 +17,9 @@ MAX_DIM, MAX_GROUP = 256, 64
 class CupyOptions(Options):
     """Options of the CUDA attention backend (config key ``plugins.attention.cupy``)."""
 
+    prefill: Literal["auto", "portable"] = Field(
+        "auto", description="Prefill kernel; auto takes wgmma on capability 9.0 for 16-bit caches of dim 64 or 128."
+    )
     cache_dir: Path | None = Field(
         None, description="Where compiled kernels are kept; default: octavo/cupy under XDG_CACHE_HOME."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 SHARED_RESERVE = 1024
 """Bytes of shared memory of a multiprocessor that every block costs besides what it asks for."""
@@ -65,22 +66,27 @@ def decode_choice(*, group: int, k_dim: int, v_dim: int, element: int, shared_bl
 
 def fixed_bytes(warps: int, tiles: int) -> int:
     """Of `Shared` in cuda/decode.cu: maxima, denominators, and MAX_STAGES barriers a warp."""
-    return (warps + 1) * 8 * tiles * 2 * 4 + 16 + warps * MAX_STAGES * 8
+    return (2 * warps + 1) * 8 * tiles * 4 + 16 + warps * MAX_STAGES * 8
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChoice:
-    """warps of a block, 16 matrix rows each; shared: bytes of shared memory."""
+    """A prefill kernel by file name; rows: matrix rows of a block; threads; shared: bytes of shared memory; macros of its own."""
 
-    warps: int
+    kernel: Literal["prefill", "prefill_hopper"]
+    rows: int
+    threads: int
     shared: int
+    macros: dict[str, int]
 
 
-def prefill_choice(*, k_dim: int, v_dim: int, element: int, shared_block: int) -> PrefillChoice:
-    """Raises ValueError if two tiles of 64 tokens do not fit in shared memory."""
+def prefill_choice(*, k_dim: int, v_dim: int, element: int, shared_block: int, hopper: bool) -> PrefillChoice:
+    """hopper: capability 9.0. Raises ValueError if two tiles of 64 tokens do not fit in shared memory."""
+    if hopper and element == 2 and k_dim == v_dim and k_dim in (64, 128):
+        return PrefillChoice("prefill_hopper", 128, 384, 2 * 128 * (2 * k_dim + v_dim) * 2 + 96, {})
     shared = 2 * 64 * (k_dim + v_dim) * element + 64 * k_dim * 2 + 16 + 64 * 4
     if shared > shared_block:
         raise ValueError(
             f"prefill of dims {k_dim} and {v_dim} needs {shared} bytes of shared memory, a block may have {shared_block}"
         )
-    return PrefillChoice(4, shared)
+    return PrefillChoice("prefill", 64, 128, shared, {"WARPS": 4})

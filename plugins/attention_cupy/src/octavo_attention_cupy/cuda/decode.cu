@@ -7,38 +7,49 @@
 #include "decode_heads.cuh"
 
 struct Shared {
-    float sums[WARPS][HEADS][2];  // maximum and denominator of each warp
-    float total[HEADS][2];        // maximum, and what a sum is multiplied by at the end
+    float2 sums[WARPS][HEADS];  // maximum and denominator of each warp
+    float factor[HEADS];        // what the sum over warps is multiplied by
     int last;
     u64 full[WARPS][STAGES];
 };
 
+constexpr int PARTS = 8;  // parts of a split segment that a thread loads at once
+
 // Add up the parts of a split segment: this block was the last to arrive. Parts are taken in their order, so that
 // the result does not depend on who that was.
-DEVICE void add_parts(const DecodeArgs& a, const Walk& walk, int first, int heads, float* merge) {
+DEVICE void add_parts(const DecodeArgs& a, const Walk& walk, int first, int heads) {
     const Segment& segment = walk.segment;
     int kv_head = segment.head / a.pieces;
     for (int i = threadIdx.x; i < heads * (V_DIM / 4); i += WARPS * 32) {
         int head = i / (V_DIM / 4), d = i % (V_DIM / 4) * 4;
         int absolute = kv_head * a.group + first + head;
         float top = a.sinks ? a.sinks[absolute] * LOG2E : NEGATIVE_INFINITY;
-        float sink = top;
-#pragma unroll 8
-        for (int part = 0; part < segment.parts; ++part) {
-            int place = part_place(part, segment.first_block, segment.starts_in_middle);
-            top = fmaxf(top, load_pair_l2(a.part_sums + ((i64)place * HEADS + head) * 2).x);
-        }
-        float base = top == NEGATIVE_INFINITY ? 0.0f : top;
-        float sum = exp2_fast(sink - base);
+        float sum = top == NEGATIVE_INFINITY ? 0.0f : 1.0f;
         float4 acc = {0, 0, 0, 0};
-#pragma unroll 8
-        for (int part = 0; part < segment.parts; ++part) {
-            int place = part_place(part, segment.first_block, segment.starts_in_middle);
-            float2 pair = load_pair_l2(a.part_sums + ((i64)place * HEADS + head) * 2);
-            float4 x = load_quad_l2(a.part + ((i64)place * HEADS + head) * V_DIM + d);
-            float weight = exp2_fast(pair.x - base);
-            sum += weight * pair.y;
-            acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z, acc.w += weight * x.w;
+        for (int part = 0; part < segment.parts; part += PARTS) {
+            float2 pair[PARTS];
+            float4 x[PARTS];
+            float higher = top;
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j) {
+                pair[j] = {NEGATIVE_INFINITY, 0};
+                x[j] = {0, 0, 0, 0};
+                if (part + j >= segment.parts) continue;
+                i64 at = part_place(part + j, segment.first_block, segment.starts_in_middle) * HEADS + head;
+                pair[j] = load_pair_l2(a.part_sums + at * 2);
+                x[j] = load_quad_l2(a.part + at * V_DIM + d);
+            }
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j) higher = fmaxf(higher, pair[j].x);
+            float base = higher == NEGATIVE_INFINITY ? 0.0f : higher, keep = exp2_fast(top - base);
+            sum *= keep, acc.x *= keep, acc.y *= keep, acc.z *= keep, acc.w *= keep;
+            top = higher;
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j) {
+                float weight = exp2_fast(pair[j].x - base);
+                sum += weight * pair[j].y;
+                acc.x += weight * x[j].x, acc.y += weight * x[j].y, acc.z += weight * x[j].z, acc.w += weight * x[j].w;
+            }
         }
         float factor = a.v_scale / (sum == 0.0f ? 1.0f : sum);
         uint2 packed = {pack<BF16>(acc.x * factor, acc.y * factor), pack<BF16>(acc.z * factor, acc.w * factor)};
@@ -54,8 +65,7 @@ DEVICE void finish(const DecodeArgs& a, const Walk& walk, Heads& h, Shared& shar
     int kv_head = segment.head / a.pieces, first = segment.head % a.pieces * HEADS;
     int heads = min(a.group - first, HEADS);
     bool whole = segment.parts == 1;
-    int part = blockIdx.x - segment.first_block;
-    i64 place = part_place(part, segment.first_block, segment.starts_in_middle);
+    i64 place = part_place(blockIdx.x - segment.first_block, segment.first_block, segment.starts_in_middle);
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
@@ -64,38 +74,34 @@ DEVICE void finish(const DecodeArgs& a, const Walk& walk, Heads& h, Shared& shar
             x += __shfl_xor_sync(~0u, x, 4);
             x += __shfl_xor_sync(~0u, x, 8);
             x += __shfl_xor_sync(~0u, x, 16);
-            if (g == 0) {
-                shared.sums[warp][n * 8 + 2 * t + i][0] = h.top[n][i];
-                shared.sums[warp][n * 8 + 2 * t + i][1] = x;
-            }
+            if (g == 0) shared.sums[warp][n * 8 + 2 * t + i] = {h.top[n][i], x};
         }
-    __syncthreads();
-    if (threadIdx.x < heads) {
-        int head = threadIdx.x, absolute = kv_head * a.group + first + head;
-        float top = NEGATIVE_INFINITY, sum = 0;
-        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, shared.sums[w][head][0]);
-        float sink = whole && a.sinks ? a.sinks[absolute] * LOG2E : NEGATIVE_INFINITY;
-        top = fmaxf(top, sink);
-        float base = top == NEGATIVE_INFINITY ? 0.0f : top;
-        for (int w = 0; w < WARPS; ++w) sum += exp2_fast(shared.sums[w][head][0] - base) * shared.sums[w][head][1];
-        sum += exp2_fast(sink - base);
-        shared.total[head][0] = base;
-        shared.total[head][1] = whole ? a.v_scale / (sum == 0.0f ? 1.0f : sum) : 1.0f;
-        if (!whole)
-            *(float2*)(a.part_sums + (place * HEADS + head) * 2) = {top, sum};
-        else if (a.lse)
-            a.lse[walk.row.token * a.lse_token + absolute] = (top + log2f(sum)) * LN2;
-    }
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
         if (n * 8 >= heads) break;
+        if (n > 0) __syncthreads();  // the tile before has been added up
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            int head = 2 * t + i;
-            if (n * 8 + head >= heads) continue;
-            float weight = exp2_fast(h.top[n][i] - shared.total[n * 8 + head][0]);
-            float* to = merge + (warp * 8 + head) * MERGE_ROW;
+            int head = n * 8 + 2 * t + i, absolute = kv_head * a.group + first + head;
+            if (head >= heads) continue;
+            float sink = whole && a.sinks ? a.sinks[absolute] * LOG2E : NEGATIVE_INFINITY;
+            float top = sink, sum = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) top = fmaxf(top, shared.sums[w][head].x);
+            float base = top == NEGATIVE_INFINITY ? 0.0f : top;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) sum += exp2_fast(shared.sums[w][head].x - base) * shared.sums[w][head].y;
+            sum += exp2_fast(sink - base);
+            if (warp == 0 && g == 0) {
+                shared.factor[head] = whole ? a.v_scale / (sum == 0.0f ? 1.0f : sum) : 1.0f;
+                if (!whole)
+                    *(float2*)(a.part_sums + (place * HEADS + head) * 2) = {top, sum};
+                else if (a.lse)
+                    a.lse[walk.row.token * a.lse_token + absolute] = (top + log2f(sum)) * LN2;
+            }
+            float weight = exp2_fast(h.top[n][i] - base);
+            float* to = merge + (warp * 8 + 2 * t + i) * MERGE_ROW;
 #pragma unroll
             for (int v = 0; v < V_TILES; ++v) {
                 to[v * 16 + (FP8 ? 2 * g : g)] = h.acc[v][n][i] * weight;
@@ -112,27 +118,24 @@ DEVICE void finish(const DecodeArgs& a, const Walk& walk, Heads& h, Shared& shar
                 float2 x = *(const float2*)(merge + (w * 8 + head) * MERGE_ROW + d);
                 acc.x += x.x, acc.y += x.y;
             }
-            float factor = shared.total[n * 8 + head][1];
+            float factor = shared.factor[n * 8 + head];
             int absolute = kv_head * a.group + first + n * 8 + head;
             if (whole)
                 *(u32*)(a.out + walk.row.token * a.out_token + absolute * a.out_head + d) = pack<BF16>(acc.x * factor, acc.y * factor);
             else
                 *(float2*)(a.part + (place * HEADS + n * 8 + head) * V_DIM + d) = acc;
         }
-        __syncthreads();
     }
     if (whole) return;
     // Every thread's stores come before the one arrival; the last to arrive sees all of them.
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
         u32* counter = a.arrived + walk.row.index * a.kv_heads * a.pieces + segment.head;
-        shared.last = atomicAdd(counter, 1) == segment.parts - 1;
+        shared.last = arrive_at(counter) == segment.parts - 1;
         if (shared.last) *counter = 0;  // ready for the next launch
-        __threadfence();
     }
     __syncthreads();
-    if (shared.last) add_parts(a, walk, first, heads, merge);
+    if (shared.last) add_parts(a, walk, first, heads);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode(const __grid_constant__ DecodeArgs a) {
@@ -151,9 +154,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode(c
     __syncwarp();
     policy = evict_first_policy();
 #endif
-    wait_for_predecessor();
     release_successor();
-    if (work.share == 0) return;
+    if (work.share == 0) {
+        wait_for_predecessor();  // so that whoever waits for this kernel has waited for that one too
+        return;
+    }
 
     Feed feed;
     feed.start(a, work);
@@ -163,13 +168,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode(c
         copies_commit();
 #endif
     }
+    feed.settle();
     Walk walk;
     walk.start(work);
     walk.look();
+    Heads h;
+    load_queries(a, walk, h);
     int stage = 0, parity = 0;
     while (true) {
-        Heads h;
-        load_queries(a, walk, h);
+        start_segment(a, h);
         int slices = walk.slices();
         for (int i = walk.first_slice(); i < slices; ++i) {
 #if HOPPER
@@ -186,8 +193,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode(c
 #endif
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
+        Walk next = walk;
+        next.next(a);
+        if (!next.done()) load_queries(a, next, h);  // on their way while this segment is finished
         finish(a, walk, h, shared, merge);
-        walk.next(a);
-        if (walk.done()) return;
+        if (next.done()) return;
+        walk = next;
     }
 }

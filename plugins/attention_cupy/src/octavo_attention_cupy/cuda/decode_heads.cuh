@@ -15,10 +15,11 @@ struct Heads {
     float acc[V_TILES][N_TILES][4];
 };
 
+// Start loading a segment's queries; nothing else of `h` is touched.
 DEVICE void load_queries(const DecodeArgs& a, const Walk& walk, Heads& h) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int first = walk.segment.head % a.pieces * HEADS;
-    int kv_head = walk.segment.head / a.pieces;
+    int first = walk.segment.head % a.pieces * HEADS, kv_head = walk.segment.head / a.pieces;
+#pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
         int head = first + n * 8 + g;
         const u16* q = a.q + walk.row.token * a.q_token + (kv_head * a.group + head) * a.q_head;
@@ -26,23 +27,29 @@ DEVICE void load_queries(const DecodeArgs& a, const Walk& walk, Heads& h) {
 #pragma unroll
         for (int s = 0; s < K_STEPS; ++s) {
             // The order of the summed dims is free, as long as K has the same: FP8 K gives dims 4t to 4t + 3 to lane t.
-            u32 low = 0, high = 0;
-            if (held && FP8) {
-                uint2 x = *(const uint2*)(q + 16 * s + 4 * t);
-                low = x.x, high = x.y;
-            } else if (held) {
-                low = *(const u32*)(q + 16 * s + 2 * t);
-                high = *(const u32*)(q + 16 * s + 2 * t + 8);
-            }
-            h.q[s][n][0] = low;
-            h.q[s][n][1] = high;
+            uint2 x = {0, 0};
+            if (held && FP8)
+                x = *(const uint2*)(q + 16 * s + 4 * t);
+            else if (held)
+                x = {*(const u32*)(q + 16 * s + 2 * t), *(const u32*)(q + 16 * s + 2 * t + 8)};
+            h.q[s][n][0] = x.x;
+            h.q[s][n][1] = x.y;
         }
+    }
+}
+
+// Queries have come: make them the product's operand, and forget the sums of the segment before.
+DEVICE void start_segment(const DecodeArgs& a, Heads& h) {
+    int t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n) {
         h.scale[n][0] = h.scale[n][1] = a.scale;
         if (BF16 && FP8) {
             // A bfloat16 query as float16: divided by its largest value, so that it cannot overflow.
             float size = 0;
 #pragma unroll
             for (int s = 0; s < K_STEPS; ++s)
+#pragma unroll
                 for (int i = 0; i < 2; ++i)
                     size = fmaxf(size, fmaxf(fabsf(to_float<true>(h.q[s][n][i])), fabsf(to_float<true>(h.q[s][n][i] >> 16))));
             size = fmaxf(size, __shfl_xor_sync(~0u, size, 1));
@@ -51,6 +58,7 @@ DEVICE void load_queries(const DecodeArgs& a, const Walk& walk, Heads& h) {
             float inverse = 1.0f / size;
 #pragma unroll
             for (int s = 0; s < K_STEPS; ++s)
+#pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     u32 x = h.q[s][n][i];
                     h.q[s][n][i] = pack_f16(to_float<true>(x) * inverse, to_float<true>(x >> 16) * inverse);
@@ -58,8 +66,11 @@ DEVICE void load_queries(const DecodeArgs& a, const Walk& walk, Heads& h) {
             h.scale[n][0] *= __shfl_sync(~0u, size, 8 * t);
             h.scale[n][1] *= __shfl_sync(~0u, size, 8 * t + 4);
         }
+#pragma unroll
         for (int i = 0; i < 2; ++i) h.top[n][i] = NEGATIVE_INFINITY, h.sum[n][i] = 0;
+#pragma unroll
         for (int v = 0; v < V_TILES; ++v)
+#pragma unroll
             for (int i = 0; i < 4; ++i) h.acc[v][n][i] = 0;
     }
 }
@@ -74,7 +85,7 @@ DEVICE void scores(float (&s)[N_TILES][4], const Heads& h, u32 keys, int tile) {
 #pragma unroll
         for (int k = 0; k < K_STEPS; ++k) {
             u32 r[4];
-            load_matrices(r, keys + KRows::at(row, 2 * k + half));
+            load_matrices(r, keys + KRows::at(SLICE, row, 2 * k + half));
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n) mma<BF16_PRODUCT>(s[n], r[0], r[1], r[2], r[3], h.q[k][n][0], h.q[k][n][1]);
         }
@@ -82,7 +93,7 @@ DEVICE void scores(float (&s)[N_TILES][4], const Heads& h, u32 keys, int tile) {
 #pragma unroll
         for (int k = 0; k < K_STEPS; k += 2) {
             u32 r[4];
-            load_matrices(r, keys + KRows::at(row, min(k + half, K_STEPS - 1)));
+            load_matrices(r, keys + KRows::at(SLICE, row, min(k + half, K_STEPS - 1)));
 #pragma unroll
             for (int j = 0; j < 2 && k + j < K_STEPS; ++j) {
                 u32 x = r[2 * j], y = r[2 * j + 1];
@@ -102,7 +113,7 @@ DEVICE void add_values(Heads& h, const u32 (&p)[N_TILES][2], u32 values, int til
 #pragma unroll
         for (int v = 0; v < V_TILES; ++v) {
             u32 r[4];
-            load_matrices_transposed(r, values + VRows::at(row, 2 * v + half));
+            load_matrices_transposed(r, values + VRows::at(SLICE, row, 2 * v + half));
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n) mma<BF16_PRODUCT>(h.acc[v][n], r[0], r[1], r[2], r[3], p[n][0], p[n][1]);
         }
@@ -111,7 +122,7 @@ DEVICE void add_values(Heads& h, const u32 (&p)[N_TILES][2], u32 values, int til
 #pragma unroll
         for (int v = 0; v < V_TILES; v += 2) {
             u32 r[4];
-            load_matrices_transposed(r, values + VRows::at(row, min(v + half, V_TILES - 1)));
+            load_matrices_transposed(r, values + VRows::at(SLICE, row, min(v + half, V_TILES - 1)));
 #pragma unroll
             for (int j = 0; j < 2 && v + j < V_TILES; ++j) {
                 // Bytes (token, dim): (2t, 2g), (2t, 2g + 1), (2t + 1, 2g), (2t + 1, 2g + 1). Pair up the tokens.
@@ -133,7 +144,7 @@ DEVICE void attend(const DecodeArgs& a, Heads& h, u32 stage, int token, int firs
         // Whatever lies there is not ours and may be NaN, which a weight of zero would not silence.
         for (int r = 0; r < SLICE; ++r)
             if (token + r < first || token + r >= stop)
-                for (int i = lane * 16; i < VRows::BYTES; i += 512) zero_16_bytes(values + r * VRows::BYTES + i);
+                for (int c = lane; c < VRows::CHUNKS; c += 32) zero_16_bytes(values + VRows::at(SLICE, r, c));
         __syncwarp();
     }
     float s[M_TILES][N_TILES][4];

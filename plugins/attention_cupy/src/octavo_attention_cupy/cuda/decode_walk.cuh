@@ -77,8 +77,11 @@ struct Feed {
     int run, runs;               // tokens of a run, runs of a slice
     int slice, slices;           // of the segment, not yet looked up
     int id, slot, head, ready;   // looked up: this lane's page (-1: none) and the number of slices
+    bool newest;                 // looked up: whether this lane's run holds the row's last token
     const u8 *k, *v;             // the current batch: this lane's run (null: none)
+    bool fresh;                  // of the current batch, what `newest` is of the one looked up
     int left, turn;              // slices of the batch not yet copied; the first of them
+    bool settled;                // whether the kernel before this one has ended
 
     DEVICE void start(const DecodeArgs& a, const BlockWork& work) {
         run = SLICE;
@@ -89,6 +92,7 @@ struct Feed {
         slice = walk.first_slice();
         slices = walk.slices();
         left = 0;
+        settled = false;
         look_up(a);
     }
     DEVICE void look_up(const DecodeArgs& a) {
@@ -106,9 +110,14 @@ struct Feed {
         bool held = lane / runs < ready && token < walk.stop && token + run > walk.row.first;
         int column = token / a.page;
         slot = token - column * a.page;
+        newest = held && token + run >= walk.row.last;
         head = walk.segment.head / a.pieces;
         id = held ? __ldg(a.table + walk.row.table_row * a.table_row + column) : -1;
         slice += ready;
+    }
+    DEVICE void settle() {
+        wait_for_predecessor();
+        settled = true;
     }
     // Copy the next slice, if there is one, to `stage`.
     DEVICE void copy(const DecodeArgs& a, u32 stage, u32 barrier, u64 policy) {
@@ -117,20 +126,28 @@ struct Feed {
             turn = 0;
             const u8* from = a.cache + id * a.page_bytes;
             k = id < 0 ? nullptr : from + k_offset(a.page, head, slot);
-            v = from + v_offset(a.page, a.kv_heads, head, slot);
+            v = from + v_offset(a.page, head, slot);
+            fresh = newest;
             if (left > 0) look_up(a);
         }
         if (left == 0) return;
         int lane = threadIdx.x % 32, mine = lane - turn * runs;
         bool held = mine >= 0 && mine < runs && k != nullptr;
-        u32 to_k = stage + mine * run * KRows::BYTES, to_v = stage + SLICE * KRows::BYTES + mine * run * VRows::BYTES;
+        // A row's last token is this step's, written by the kernel before this one. All others, and the block table, are older
+        // than the work map.
+        if (!settled && __any_sync(~0u, held && fresh)) settle();
+        u32 to_k = stage + mine * run * KRows::PANEL, to_v = stage + SLICE * KRows::BYTES + mine * run * VRows::PANEL;
 #if HOPPER
         u32 bytes = __popc(__ballot_sync(~0u, held)) * run * (KRows::BYTES + VRows::BYTES);
         if (lane == 0) barrier_expect(barrier, bytes);
         __syncwarp();
         if (held) {
-            bulk_copy(to_k, k, run * KRows::BYTES, barrier, policy);
-            bulk_copy(to_v, v, run * VRows::BYTES, barrier, policy);
+#pragma unroll
+            for (int p = 0; p < KRows::PANELS; ++p)
+                bulk_copy(to_k + p * SLICE * KRows::PANEL, k + p * a.page * KRows::PANEL, run * KRows::PANEL, barrier, policy);
+#pragma unroll
+            for (int p = 0; p < VRows::PANELS; ++p)
+                bulk_copy(to_v + p * SLICE * VRows::PANEL, v + p * a.page * VRows::PANEL, run * VRows::PANEL, barrier, policy);
         }
 #else
         for (int r = 0; r < runs; ++r) {
@@ -139,8 +156,12 @@ struct Feed {
             const u8* source_k = (const u8*)__shfl_sync(~0u, (u64)k, from);
             const u8* source_v = (const u8*)__shfl_sync(~0u, (u64)v, from);
             u32 k_base = __shfl_sync(~0u, to_k, from), v_base = __shfl_sync(~0u, to_v, from);
-            for (int i = lane * 16; i < run * KRows::BYTES; i += 512) copy_16_bytes(k_base + i, source_k + i);
-            for (int i = lane * 16; i < run * VRows::BYTES; i += 512) copy_16_bytes(v_base + i, source_v + i);
+            for (int p = 0; p < KRows::PANELS; ++p)
+                for (int i = lane * 16; i < run * KRows::PANEL; i += 512)
+                    copy_16_bytes(k_base + p * SLICE * KRows::PANEL + i, source_k + p * a.page * KRows::PANEL + i);
+            for (int p = 0; p < VRows::PANELS; ++p)
+                for (int i = lane * 16; i < run * VRows::PANEL; i += 512)
+                    copy_16_bytes(v_base + p * SLICE * VRows::PANEL + i, source_v + p * a.page * VRows::PANEL + i);
         }
 #endif
         ++turn;

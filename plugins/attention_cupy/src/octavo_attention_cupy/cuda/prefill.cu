@@ -6,29 +6,7 @@
 //
 // Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM, SOFTCAP, WARPS.
 #include "layout.cuh"
-#include "ptx.cuh"
-#include "work.cuh"
-
-struct PrefillTile {
-    int token, tokens, position, table_row, end, unused[3];  // first new token, how many, its position; tokens in the cache
-};
-
-struct PrefillArgs {
-    const u16* q;               // [tokens, heads, K_DIM]
-    u16* out;                   // [tokens, heads, V_DIM]
-    float* lse;                 // [tokens, heads], or null
-    const u8* cache;            // [blocks, page_bytes]
-    const int* table;           // [table rows, columns]
-    const PrefillTile* tiles;   // one a block row
-    const float* sinks;         // [heads], or null
-    i64 q_token, q_head, out_token, out_head, lse_token, table_row, page_bytes;  // strides, in elements but the last
-    int page, kv_heads, group, window;  // window 0: none
-    float scale;                // scores times log2(e); with a soft-cap, scores over the cap
-    float softcap;              // the cap times log2(e)
-    float v_scale;
-};
-
-static_assert(sizeof(PrefillArgs) == ARGS_BYTES, "PrefillArgs of launch.py is another one");
+#include "prefill_args.cuh"
 
 constexpr int ROWS = WARPS * 16;
 constexpr int TOKENS = 64;
@@ -82,7 +60,7 @@ DEVICE void load_query(const PrefillArgs& a, const PrefillTile& tile, int row, u
 }
 
 // Tokens [token, token + TOKENS) of the row, as far as they are in [low, high), to shared memory.
-DEVICE void copy_tile(const PrefillArgs& a, const PrefillTile& tile, int token, int low, int high, u32 to, u32 barrier, u64 policy) {
+DEVICE void copy_tile(const PrefillArgs& a, const PrefillTile& tile, int token, int low, int high, u32 to, u32 barrier) {
     int run = TOKENS;
     while (a.page % run) run /= 2;
 #if HOPPER
@@ -97,23 +75,30 @@ DEVICE void copy_tile(const PrefillArgs& a, const PrefillTile& tile, int token, 
     held = id >= 0;
     const u8* from = a.cache + id * a.page_bytes;
     const u8* k = from + k_offset(a.page, blockIdx.y, slot);
-    const u8* v = from + v_offset(a.page, a.kv_heads, blockIdx.y, slot);
+    const u8* v = from + v_offset(a.page, blockIdx.y, slot);
 #if HOPPER
     u32 bytes = __popc(__ballot_sync(~0u, held)) * run * (KRows::BYTES + VRows::BYTES);
     if (lane == 0) barrier_expect(barrier, bytes);
     __syncwarp();
     if (held) {
-        bulk_copy(to + lane * run * KRows::BYTES, k, run * KRows::BYTES, barrier, policy);
-        bulk_copy(to + TOKENS * KRows::BYTES + lane * run * VRows::BYTES, v, run * VRows::BYTES, barrier, policy);
+        for (int p = 0; p < KRows::PANELS; ++p)
+            bulk_copy(to + (p * TOKENS + lane * run) * KRows::PANEL, k + p * a.page * KRows::PANEL, run * KRows::PANEL, barrier);
+        for (int p = 0; p < VRows::PANELS; ++p)
+            bulk_copy(to + TOKENS * KRows::BYTES + (p * TOKENS + lane * run) * VRows::PANEL, v + p * a.page * VRows::PANEL,
+                      run * VRows::PANEL, barrier);
     }
 #else
     for (int r = 0; r * run < TOKENS; ++r) {
         if (!__shfl_sync(~0u, (int)held, r)) continue;
         const u8* source_k = (const u8*)__shfl_sync(~0u, (u64)k, r);
         const u8* source_v = (const u8*)__shfl_sync(~0u, (u64)v, r);
-        for (int i = threadIdx.x * 16; i < run * KRows::BYTES; i += WARPS * 512) copy_16_bytes(to + r * run * KRows::BYTES + i, source_k + i);
-        for (int i = threadIdx.x * 16; i < run * VRows::BYTES; i += WARPS * 512)
-            copy_16_bytes(to + TOKENS * KRows::BYTES + r * run * VRows::BYTES + i, source_v + i);
+        for (int p = 0; p < KRows::PANELS; ++p)
+            for (int i = threadIdx.x * 16; i < run * KRows::PANEL; i += WARPS * 512)
+                copy_16_bytes(to + (p * TOKENS + r * run) * KRows::PANEL + i, source_k + p * a.page * KRows::PANEL + i);
+        for (int p = 0; p < VRows::PANELS; ++p)
+            for (int i = threadIdx.x * 16; i < run * VRows::PANEL; i += WARPS * 512)
+                copy_16_bytes(to + TOKENS * KRows::BYTES + (p * TOKENS + r * run) * VRows::PANEL + i,
+                              source_v + p * a.page * VRows::PANEL + i);
     }
     copies_commit();
 #endif
@@ -140,7 +125,7 @@ DEVICE void scores(float (&s)[TOKENS / 8][4], const u32 (&kept)[Q_STAYS ? K_STEP
 #pragma unroll
             for (int n = 0; n < TOKENS / 8; n += 2) {
                 u32 r[4];
-                load_matrices(r, keys + KRows::at(n * 8 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+                load_matrices(r, keys + KRows::at(TOKENS, n * 8 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
                 mma<BF16_PRODUCT>(s[n], q[0], q[1], q[2], q[3], r[0], r[1]);
                 mma<BF16_PRODUCT>(s[n + 1], q[0], q[1], q[2], q[3], r[2], r[3]);
             }
@@ -148,7 +133,7 @@ DEVICE void scores(float (&s)[TOKENS / 8][4], const u32 (&kept)[Q_STAYS ? K_STEP
 #pragma unroll
             for (int n = 0; n < TOKENS / 8; n += 4) {
                 u32 r[4];
-                load_matrices(r, keys + KRows::at(n * 8 + lane, k));
+                load_matrices(r, keys + KRows::at(TOKENS, n * 8 + lane, k));
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     mma<false>(s[n + j], q[0], q[1], q[2], q[3], fp8_to_f16<E5M2>(r[j]), fp8_to_f16<E5M2>(r[j] >> 16));
@@ -164,7 +149,7 @@ DEVICE void add_values(float (&acc)[V_TILES][4], const u32 (&p)[4], u32 values, 
 #pragma unroll
         for (int v = 0; v < V_TILES; v += 2) {
             u32 r[4];
-            load_matrices_transposed(r, values + VRows::at(row, v + half));
+            load_matrices_transposed(r, values + VRows::at(TOKENS, row, v + half));
             mma<BF16_PRODUCT>(acc[v], p[0], p[1], p[2], p[3], r[0], r[1]);
             mma<BF16_PRODUCT>(acc[v + 1], p[0], p[1], p[2], p[3], r[2], r[3]);
         }
@@ -172,7 +157,7 @@ DEVICE void add_values(float (&acc)[V_TILES][4], const u32 (&p)[4], u32 values, 
 #pragma unroll
         for (int c = 0; c < V_TILES / 2; c += 2) {
             u32 r[4];
-            load_matrices_transposed(r, values + VRows::at(row, min(c + half, V_TILES / 2 - 1)));
+            load_matrices_transposed(r, values + VRows::at(TOKENS, row, min(c + half, V_TILES / 2 - 1)));
 #pragma unroll
             for (int j = 0; j < 2 && c + j < V_TILES / 2; ++j) {
                 u32 x = __byte_perm(r[2 * j], 0, 0x3120), y = __byte_perm(r[2 * j + 1], 0, 0x3120);
@@ -189,14 +174,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill(const __grid_co
     u32 ring = shared_address(memory), queries = ring + STAGES * TILE_BYTES, full = shared_address(barriers.full);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     PrefillTile tile = a.tiles[blockIdx.x];
-    u64 policy = 0;
 #if HOPPER
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) barrier_init(full + s * 8, 1);
         barrier_init_visible();
         fence_copy_engine();
     }
-    policy = evict_first_policy();
 #endif
     __syncthreads();
     wait_for_predecessor();
@@ -206,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill(const __grid_co
     int high = tile.position + tile.tokens;
     int low = a.window > 0 ? max(tile.position - a.window + 1, 0) : 0;
     int first = low / TOKENS, last = ceil_div(high, TOKENS);
-    copy_tile(a, tile, first * TOKENS, low, high, ring, full, policy);
+    copy_tile(a, tile, first * TOKENS, low, high, ring, full);
     for (int r = warp; r < ROWS; r += WARPS) load_query(a, tile, r, queries, barriers.scale + r);
     __syncthreads();
     u32 kept[Q_STAYS ? K_STEPS : 1][4];
@@ -230,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill(const __grid_co
     for (int j = first; j < last; ++j) {
         int stage = (j - first) % STAGES, token = j * TOKENS;
         u32 keys = ring + stage * TILE_BYTES, values = keys + TOKENS * KRows::BYTES;
-        if (j + 1 < last) copy_tile(a, tile, token + TOKENS, low, high, ring + (stage ^ 1) * TILE_BYTES, full + (stage ^ 1) * 8, policy);
+        if (j + 1 < last) copy_tile(a, tile, token + TOKENS, low, high, ring + (stage ^ 1) * TILE_BYTES, full + (stage ^ 1) * 8);
 #if HOPPER
         barrier_wait(full + stage * 8, (j - first) / STAGES % 2);
 #else
@@ -242,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill(const __grid_co
             // Whatever lies outside is not ours and may be NaN, which a weight of zero would not silence.
             for (int i = threadIdx.x; i < TOKENS * VRows::CHUNKS; i += WARPS * 32) {
                 int at = token + i / VRows::CHUNKS;
-                if (at < low || at >= high) zero_16_bytes(values + i * 16);
+                if (at < low || at >= high) zero_16_bytes(values + VRows::at(TOKENS, i / VRows::CHUNKS, i % VRows::CHUNKS));
             }
             __syncthreads();
         }

@@ -129,6 +129,14 @@ DEVICE float4 load_quad_l2(const float* p) {
     return v;
 }
 
+// Add one to a counter that blocks share; returns what it was. All that this thread has seen happen (through a block barrier,
+// its whole block's work) comes before it, and what other blocks did before their turn is seen after it.
+DEVICE u32 arrive_at(u32* counter) {
+    u32 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
+    return before;
+}
+
 // Programmatic dependent launch: wait for the kernel before this one; let the one after it start. Both do nothing
 // in a kernel that was launched the plain way.
 DEVICE void wait_for_predecessor() {
@@ -145,7 +153,16 @@ DEVICE void release_successor() {
 
 // ---------------------------------------------------------------- asynchronous copies
 
-// Hopper: bulk copies that count bytes on an mbarrier. Before: cp.async of 16 bytes a lane, in commit groups.
+// Every chip: 16 bytes a lane, in commit groups.
+DEVICE void copy_16_bytes(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(__cvta_generic_to_global(source)) : "memory");
+}
+
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int pending> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
+
+// Hopper and later: bulk copies that count their bytes on an mbarrier.
 #if HOPPER
 
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
@@ -159,6 +176,10 @@ DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" 
 
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
@@ -182,21 +203,17 @@ DEVICE u64 evict_first_policy() {
 }
 
 // `bytes` (a multiple of 16) from global to shared memory, both aligned to 16 bytes.
+DEVICE void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+                 "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 DEVICE void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target),
         "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
-
-#else
-
-DEVICE void copy_16_bytes(u32 target, const void* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(__cvta_generic_to_global(source)) : "memory");
-}
-
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int pending> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
 
 #endif

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(256) write(const __grid_constant__ 
         uint4 y = load_eight(source + 8, a.wide);
         x = {quantise(x.x, x.y, scale), quantise(x.z, x.w, scale), quantise(y.x, y.y, scale), quantise(y.z, y.w, scale)};
     }
-    int place = c ^ (is_key ? KRows::swizzle(slot) : VRows::swizzle(slot));
-    i64 offset = is_key ? k_offset(a.page, head, slot) : v_offset(a.page, a.kv_heads, head, slot);
-    *(uint4*)(a.cache + block * a.page_bytes + offset + place * 16) = x;
+    i64 start = is_key ? k_offset(a.page, head, 0) : v_offset(a.page, head, 0);
+    u32 offset = is_key ? KRows::at(a.page, slot, c) : VRows::at(a.page, slot, c);
+    *(uint4*)(a.cache + block * a.page_bytes + start + offset) = x;
 }
