@@ -54,14 +54,17 @@ class PagedAttention:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out = q.new_empty(q.shape[0], self._heads, self._v_dim)
         extra = {} if select is None else {"select": select}
-        return self._run(self._index, step, q, out, lse=lse, **extra), lse
+        self._run(self._index, step, q, out, lse=lse, **extra)
+        return out, lse
 
     def over(self, step: Step, q: Tensor, k: Tensor, v: Tensor, select: Tensor | None) -> Tensor:
         """As a call, over the keys at positions select int32 [T, count] alone (-1: none); None is all."""
         if select is None:
             return self(step, q, k, v)
         self._write(self._index, step, k, v)
-        return self._run(self._index, step, q, q.new_empty(q.shape[0], self._heads, self._v_dim), select=select)
+        out = q.new_empty(q.shape[0], self._heads, self._v_dim)
+        self._run(self._index, step, q, out, select=select)
+        return out
 
     def __call__(self, step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim] at the step's slots, then attend with
@@ -80,4 +83,5 @@ class PagedAttention:
         return self(step, q, k, v)
 
     def _attend(self, step: Step, q: Tensor) -> Tensor:
-        return self._run(self._index, step, q, q.new_empty(q.shape[0], self._heads, self._v_dim))
+        found: Tensor = self._run(self._index, step, q, q.new_empty(q.shape[0], self._heads, self._v_dim))
+        return found
