@@ -180,7 +180,7 @@ def test_listening_beyond_this_machine_without_a_key_warns_loudly(start: Start) 
 def test_a_killed_server_leaves_no_engine_and_its_unix_socket_can_be_taken_over(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "sock"
     server = start("--uds", str(path))
-    until(path.exists, 30, "the socket exists")
+    until(lambda: "listens on" in server.text, 30, "the server listens")
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://test") as client:
         until(lambda: client.get("/ready").status_code == 200, 60, "it is ready")
         with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 3, "stream": True}) as response:

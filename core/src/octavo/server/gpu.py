@@ -39,7 +39,7 @@ class Gpus:
             try:
                 self._nvml.nvmlInit()
             except Exception as error:  # no driver, or one of another version
-                log.info("no GPU metrics: NVML says %s", error)
+                log.debug("no GPU metrics: NVML says %s", error)
                 self._nvml = None
 
     def read(self) -> list[Gpu]:
