@@ -10,6 +10,8 @@ from typing import Any
 
 from octavo.catalog import Accept, Needs, Provider, Reject
 from octavo.hookspecs import hookimpl
+from octavo.model.any_transformers import COST
+from octavo.model.any_transformers import PATTERN as CAUSAL
 from octavo.model.families import DECODER_ARCHITECTURES
 
 
@@ -88,7 +90,15 @@ def register_model_adapters() -> list[Provider]:
             priority=1,
             accepts=accepts_decoder,
             summary="One config-driven decoder: " + ", ".join(DECODER_ARCHITECTURES),
-        )
+        ),
+        Provider(
+            "transformers",
+            "model",
+            "octavo.model.any_transformers:TransformersAdapter",
+            priority=0,
+            accepts=accepts_transformers,
+            summary="Any other causal language model of the transformers library, through its own modules",
+        ),
     ]
 
 
@@ -152,3 +162,13 @@ def accepts_decoder(needs: Needs, options: Any) -> Accept | Reject:
     if architecture not in DECODER_ARCHITECTURES:
         return Reject(f"architecture {architecture!r} is not one of {', '.join(DECODER_ARCHITECTURES)}")
     return Accept(reason=f"{architecture} is in its list")
+
+
+def accepts_transformers(needs: Needs, options: Any) -> Accept | Reject:
+    """Any unquantised causal language model by its name; whether transformers has it is found out with its facts."""
+    architecture, config = needs.facts.get("architecture", ""), needs.facts.get("config", {})
+    if not CAUSAL.fullmatch(architecture):
+        return Reject(f"architecture {architecture!r} is no causal language model by its name")
+    if config.get("quantization_config"):
+        return Reject("the weights are quantised, and this way serves unquantised ones only")
+    return Accept(reason=COST)

@@ -639,7 +639,8 @@ class ModelParts:
 
 
 class Model(Protocol):
-    """A built model. Stateless between steps: the cache belongs to the pool."""
+    """A built model. Stateless between steps: the cache belongs to the pool. An attribute `capturable` that is False keeps
+    its steps out of CUDA graphs."""
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""
@@ -654,8 +655,7 @@ class Model(Protocol):
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the engine reads off a model config: geometry for pool, limits and attention. ropes are every RoPE of the
-    model once: where one depends on a sequence's length, its variant is part of the prefix-cache key. cost, if not
-    empty, says what serving this model in this way costs; `explain` shows it."""
+    model once: where one depends on a sequence's length, its variant is part of the prefix-cache key."""
 
     architecture: str
     vocab_size: int
@@ -665,7 +665,6 @@ class ModelFacts:
     kv_specs: tuple[KVSpec, ...]  # one per attention layer
     tied_head: bool = False
     ropes: tuple[RopeConfig, ...] = ()
-    cost: str = ""
 
 
 class ModelAdapter(Protocol):

@@ -152,7 +152,7 @@ def _runner(
         swap=make_swap_space(pool, plan.host_slots) if plan.host_slots or plan.elastic else None,
         decode_inputs=operators.find("decode_inputs"),
     )
-    if device.type == "cuda" and backend.graphs != "none" and not plan.config.enforce_eager:
+    if device.type == "cuda" and backend.graphs != "none" and getattr(model, "capturable", True) and not plan.config.enforce_eager:
         runner.use_graphs()
     return runner
 

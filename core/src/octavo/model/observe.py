@@ -140,6 +140,9 @@ class _WholeText:
         self._see(self._layer, k, v)
         self._k, self._v = k, v
 
+    def gather(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
+        return self._k[:length], self._v[:length]
+
     def run(self, layer: int, step: Step, q: Tensor, out: Tensor) -> Tensor:
         facts, k, v, count = self._layer, self._k, self._v, q.shape[0]
         group = facts.num_heads // facts.num_kv_heads

@@ -106,7 +106,8 @@ class BareModel:
                 experts=format.experts,
             ),
         )
-        weights.fill(tensors, adapter.ignored)
+        canonical = getattr(adapter, "canonical", lambda name: name)
+        weights.fill({canonical(name): tensor for name, tensor in tensors.items()}, adapter.ignored)
         self.model.finish()
 
         groups = plan_groups(facts.kv_specs, self.attention.layout, block_size)
