@@ -117,7 +117,7 @@ class TorchAttention:
         bound, plan = self._at(layer, step)
         if bound.group.spec.kind == "latent":
             k = _encode(k, bound.cache.dtype, bound.facts.k_scale)
-            bound.entries.index_copy_(0, plan.writes, k.reshape(len(k), -1))
+            bound.entries.index_copy_(0, plan.writes, k[:, 0])
             return
         if bound.cache.dtype != k.dtype:
             k, v = _encode(k, bound.cache.dtype, bound.facts.k_scale), _encode(v, bound.cache.dtype, bound.facts.v_scale)
