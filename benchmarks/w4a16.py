@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "quant_awq" / "sr
 
 import torch
 import torch.nn.functional as F
-from octavo_quant_awq.kernels import cuda_gemm, triton_gemm
+from octavo_quant_awq.kernels import cuda_gemm, triton_gemm, wide_gemm
 from octavo_quant_awq.kernels.cuda_gemm import Shape, Variant
+from octavo_quant_awq.kernels.wide_gemm import WideShape
 from octavo_quant_awq.packing import Grouped, unblocked, unpaired
 from torch import Tensor
 
@@ -113,13 +114,11 @@ def say(*words: Any) -> None:
 
 def candidates(tiles: int) -> list[Shape]:
     """Block shapes worth a try: by warps, by stages, and by how many blocks the registers must leave room for."""
-    row_tiles, stages = {1: ((1, 2), (2, 3, 4)), 2: ((1, 2, 4), (2, 3)), 4: ((1, 2, 4), (2,)), 8: ((1, 2), (2,))}[tiles]
-    warps = ((1, 4), (1, 8), (2, 2), (2, 4), (4, 1))
+    row_tiles, stages = {1: ((1, 2), (2, 3, 4)), 2: ((1, 2), (2, 3)), 4: ((1, 2), (2,)), 8: ((1, 2), (2,))}[tiles]
+    warps = ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (1, 8))
     found = []
     for r, (n, k), s in itertools.product(row_tiles, warps, stages):
-        for blocks, sums in itertools.product(sorted({1, 12 // (n * k)} if tiles > 2 else {1, 16 // (n * k)}), (False, True)):
-            if sums == (tiles < 4) or tiles == 4:
-                found.append(Shape(r, n, k, 1, s, blocks, sums))
+        found += [Shape(r, n, k, 1, s, blocks, tiles < 4) for blocks in sorted({1, 16 // (n * k)} if tiles < 4 else {1})]
     return found
 
 
@@ -136,9 +135,9 @@ def compile_all(tiles: tuple[int, ...]) -> None:
 
 def sweep(seconds: float) -> None:
     began = time.monotonic()
-    compile_all((1, 2, 4, 8))
+    compile_all((1, 2, 4))
     say(f"compiled in {time.monotonic() - began:.0f} s")
-    for m in (1, 16, 32, 64):
+    for m in (1, 16, 4, 32):
         for name, (k, n) in SHAPES.items():
             w = Weights(k, n)
             x = torch.randn(m, k, device="cuda").bfloat16()
@@ -146,7 +145,7 @@ def sweep(seconds: float) -> None:
             results, worst, tiles = [], 0.0, cuda_gemm.token_tiles(m)
             for shape, cluster in itertools.product(candidates(tiles), (1, 2, 4)):
                 ctas = -(-n // shape.rows) * cluster
-                if not 100 <= ctas <= 2000 or cluster * shape.warps_k > k // 128 or time.monotonic() - began > seconds:
+                if not 60 <= ctas <= 4000 or cluster * shape.warps_k > k // 128 or time.monotonic() - began > seconds:
                     continue
                 full = replace(shape, cluster=cluster)
                 op = cuda_op(w, x, full)
@@ -158,21 +157,66 @@ def sweep(seconds: float) -> None:
                 say(
                     f"   {t:6.1f}  rt {s.row_tiles} wn {s.warps_n} wk {s.warps_k} c {s.cluster} st {s.stages} mb {s.min_blocks} sums {s.sums:d}"
                 )
-            if m == 64 and results:
-                for rows in (128, 256, 512, 2048):
-                    many = torch.randn(rows, k, device="cuda").bfloat16()
-                    plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(3)]
-                    own = measure(cuda_op(w, many, results[0][1]), len(w)) if rows <= 256 else 0
-                    blas = measure(lambda i, x=many, p=plain: F.linear(x, p[i % 3]), 6)
-                    say(
-                        f"   {rows} rows: own {own:.1f}, dequantised {measure(library_op(w, many), len(w)):.1f}, cuBLAS bf16 {blas:.1f}"
-                    )
-            elif name == "gate_up" and m in (1, 16):
+            if name == "gate_up" and m == 16:
                 found = []
                 for bn, sp, wp, st in ((128, 8, 4, 2), (128, 4, 8, 2), (64, 4, 4, 3)):
                     op = triton_op(w, x, bn, sp, wp, st)
                     found.append((measure(op, len(w)), check(op, want), bn, sp, wp, st))
                 say(f"   triton {min(found)}")
+
+
+def wide_op(w: Weights, x: Tensor, shape: WideShape) -> Callable[[int], Tensor]:
+    made = wide_gemm.functions(VARIANT, shape, x.device)
+    out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
+    return lambda i: wide_gemm.launch(made, shape, w.words[i], w.scales[i], w.zeros[i], x, None, out, 1)
+
+
+def wide_library_op(w: Weights, x: Tensor) -> Callable[[int], Tensor]:
+    """All weights made bfloat16 by wide.cu, then cuBLAS."""
+    made = wide_gemm.functions(VARIANT, WideShape(64, 2, 4, 1), x.device)
+    whole = torch.empty(w.n, w.k, dtype=x.dtype, device="cuda")
+
+    def op(i: int) -> Tensor:
+        wide_gemm.dequantise(made, w.words[i], w.scales[i], w.zeros[i], whole, first=0, rows=w.n, group_step=1)
+        return F.linear(x, whole)
+
+    return op
+
+
+def sweep_wide(seconds: float) -> None:
+    """The kernel for many rows, and dequantising, against cuBLAS."""
+    began = time.monotonic()
+    shapes = [WideShape(t, g, s, 1) for t, g, s in itertools.product((32, 64, 128), (1, 2), (2, 4)) if t * s <= 384]
+
+    def one(shape: WideShape) -> None:
+        torch.cuda.set_device(0)
+        wide_gemm.functions(VARIANT, shape, torch.device("cuda", 0))
+
+    with ThreadPoolExecutor(14) as pool:
+        list(pool.map(one, shapes))
+    say(f"compiled in {time.monotonic() - began:.0f} s")
+    for name, (k, n) in SHAPES.items():
+        w = Weights(k, n)
+        plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(3)]
+        weight = truth(w, 0)
+        for m in (32, 64, 128, 256, 512, 1024, 2048):
+            if time.monotonic() - began > seconds:
+                return
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            want = x.double() @ weight.T
+            blas = measure(lambda i, x=x, plain=plain: F.linear(x, plain[i % 3]), 6)
+            library = wide_library_op(w, x)
+            say(f"{name} M {m}: cuBLAS {blas:.1f}, dequantised {measure(library, len(w)):.1f} error {check(library, want):.1e}")
+            results = []
+            for shape, cluster in itertools.product(shapes, (1, 2, 4)):
+                ctas = -(-n // shape.rows) * cluster * -(-m // shape.tokens)
+                if ctas < 60 or shape.tokens >= 2 * m or m > 512 or (cluster > 1 and ctas > 900) or m > 4 * shape.tokens:
+                    continue
+                op = wide_op(w, x, replace(shape, cluster=cluster))
+                results.append((measure(op, len(w)), check(op, want), replace(shape, cluster=cluster)))
+            results.sort(key=lambda r: r[0])
+            for t, e, s in results[:3]:
+                say(f"   {t:6.1f} tokens {s.tokens} groups {s.groups} stages {s.stages} cluster {s.cluster} error {e:.1e}")
 
 
 def profile() -> None:
@@ -190,7 +234,13 @@ VARIANT = Variant(True, False, True, 1, False)
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--wide", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--seconds", type=float, default=100)
     args = parser.parse_args()
-    profile() if args.profile else sweep(args.seconds)
+    if args.profile:
+        profile()
+    elif args.wide:
+        sweep_wide(args.seconds)
+    else:
+        sweep(args.seconds)

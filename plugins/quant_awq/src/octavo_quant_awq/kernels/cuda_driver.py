@@ -38,12 +38,13 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def compile_source(source: str, defines: dict[str, int], device: torch.device) -> Any:
-    """A module of `source` with these macros, for `device`; functions come from its `get_function(name)`."""
+def compile_source(source: str, defines: dict[str, int], device: torch.device, *, features: str = "") -> Any:
+    """A module of `source` with these macros, for `device`; functions come from its `get_function(name)`. features: what is
+    appended to the architecture, such as "a" for the instructions of one generation."""
     import cupy
 
     major, minor = torch.cuda.get_device_capability(device)
-    options = (f"-arch=sm_{major}{minor}", *(f"-D{name}={value}" for name, value in sorted(defines.items())))
+    options = (f"-arch=sm_{major}{minor}{features}", *(f"-D{name}={value}" for name, value in sorted(defines.items())))
     with cupy.cuda.Device(device.index or 0):
         return cupy.RawModule(code=source, options=options)
 
@@ -70,12 +71,12 @@ class CudaFunction:
         self._config.block[:] = (threads, 1, 1)
         self._cluster = cluster
 
-    def __call__(self, x: int, z: int, pointers: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-        """Launch x * cluster * z blocks with these addresses, then these int32."""
+    def __call__(self, x: int, z: int, pointers: tuple[int, ...], numbers: tuple[int, ...], *, y: int | None = None) -> None:
+        """Launch x * y * z blocks (y: the cluster's size unless given) with these addresses, then these int32."""
         values = [*map(ctypes.c_void_p, pointers), *map(ctypes.c_int, numbers)]
         params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         config = self._config
-        config.grid[:] = (x, self._cluster, z)
+        config.grid[:] = (x, y or self._cluster, z)
         config.stream = torch.cuda.current_stream().cuda_stream
         _check(self._launch(ctypes.byref(config), self._function, params, None), "cuLaunchKernelEx")
 

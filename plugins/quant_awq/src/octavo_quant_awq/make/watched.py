@@ -16,7 +16,6 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from octavo.attention.layer import PagedAttention
 from octavo.decision import OperatorSet
 from octavo.errors import QuantizeError
 from octavo.interfaces import (
@@ -101,7 +100,7 @@ class WatchedModel:
                 weights=self._table,
                 linear=self._linear,
                 tied=lambda embedding, out_features: _Unused(out_features),
-                attention=lambda layer: PagedAttention(layer, _Texts(layer, length), operators("qk_norm_rope")),
+                attention=lambda layer: _Texts(layer, length, operators("qk_norm_rope")),
                 op=operators,
                 experts=_no_experts,
             ),
@@ -202,19 +201,19 @@ class _Unused:
 
 
 class _Texts:
-    """interfaces.AttentionBackend of one layer, as far as `PagedAttention` goes: no cache, every text over itself."""
+    """interfaces.Attention without a cache: every text over itself."""
 
-    graphs = "none"
+    def __init__(self, layer: AttentionLayer, length: int, norm_rope: Callable[..., Tensor]) -> None:
+        self._layer, self._length, self._norm_rope = layer, length, norm_rope
 
-    def __init__(self, layer: AttentionLayer, length: int) -> None:
-        self._layer, self._length = layer, length
-
-    def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
-        self._kv = k, v
-
-    def run(self, layer: int, step: Step, q: Tensor, out: Tensor, **_: object) -> Tensor:
-        (k, v), self._kv = self._kv, (None, None)
+    def __call__(self, step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(self._layer, self._length, q, k, v)
+
+    def turned(self, step: Step, qkv: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        heads, kv_heads = self._layer.num_heads, self._layer.num_kv_heads
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
+        q, k = self._norm_rope(qk, weight, eps, cos, sin).split_with_sizes((heads, kv_heads), 1)
+        return self(step, q, k, v)
 
 
 def _no_experts(prefix: str, spec: ExpertsSpec) -> Experts:
