@@ -288,7 +288,7 @@ class TorchAttention:
         if dtype in _FLOAT8:
             found = found.view(dtype)
         if layer.group.spec.kind == "latent":
-            keys = found.to(self._compute).view(*shape, -1)
+            keys = found.to(self._compute).view(*shape, facts.k_dim)
             if dtype in _FLOAT8:
                 keys = keys * facts.k_scale
             return keys, keys[..., : facts.v_dim]
