@@ -1,7 +1,8 @@
 """Core's own parts, registered through the same door as everyone's.
 
 Names and `accepts` only: nothing here may import torch, a kernel or a model. Priorities are 0 to 10,
-so that a plugin for the hardware at hand comes before what runs anywhere.
+so that a plugin for the hardware at hand comes before what runs anywhere; that of the model adapter `transformers` is below
+everything, an author's default of 0 included.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def register_model_adapters() -> list[Provider]:
             "transformers",
             "model",
             "octavo.model.any_transformers:TransformersAdapter",
-            priority=0,
+            priority=-10,
             accepts=accepts_transformers,
             summary="Any other causal language model of the transformers library, through its own modules",
         ),
