@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from octavo.model.loader import WeightTable
+from octavo.testing.quantizer import QuantizerSuite, Stored, random_weight
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -119,3 +121,25 @@ def write_fp8(source: Path, folder: Path, dialect: str, *, plain: Path | None = 
             facts = json.loads((source / "config.json").read_text())
             (path / "config.json").write_text(json.dumps(facts | ({"quantization_config": quantization} if quantization else {})))
     return folder
+
+
+def stored(quantise: Callable[[Tensor], Quantised]) -> Callable[[Tensor], Stored]:
+    """`QuantizerTarget.store` of one of the above."""
+    return lambda weight: Stored(*quantise(weight))
+
+
+class BlockSuite(QuantizerSuite):
+    """The conformance suite of a format whose rows share scales, 128 at a time."""
+
+    def test_outputs_can_be_divided(self, dtype: str, tmp_path: Path) -> None:
+        """At the borders of blocks: the rows of one are quantised as they were in the whole."""
+        whole = self.target.store(random_weight(300, 256))
+        for start, stop in ((0, 128), (128, 300)):
+            part = self.target.store(random_weight(300, 256)[start:stop])
+            assert torch.equal(part.weight, whole.weight[start:stop])
+            table = WeightTable()
+            linear = self.target.build(dtype, table).linear("m", 256, {"a": stop - start})
+            self.target.load(tmp_path / str(start), table, {f"m.a.{end}": t for end, t in part.tensors.items()}, dtype)
+            linear.finish()
+            x = self._x(5, 256, dtype)
+            self._check(self._product(linear, x), self._right(x, part.weight), dtype, f"rows {start} to {stop}")

@@ -43,7 +43,7 @@ def quantise_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     count = -(-width // BLOCK)
     padded = torch.nn.functional.pad(x.float(), (0, count * BLOCK - width)).view(rows, count, BLOCK)
     data, scale = quantise_rows(padded)
-    return data.view(rows, -1)[:, :width].contiguous(), scale.view(rows, count)
+    return data.view(rows, count * BLOCK)[:, :width].contiguous(), scale.view(rows, count)
 
 
 def quantise_static(x: Tensor, scale: Tensor) -> Tensor:

@@ -1,0 +1,184 @@
+"""quant_fp8 on a GPU: the conformance suite, its operators against torch's, shapes of public models, an engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no CUDA device", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed")
+sys.path.extend(str(p / "src") for p in (Path(__file__).parents[2] / "plugins").iterdir())
+
+from octavo.bench.kernel import cuda_device
+from octavo.catalog import Device
+from octavo.interfaces import Activation, Linear, OperatorParts
+from octavo.testing.bare_model import DictWeights
+from octavo.testing.quantizer import QuantizerSuite, QuantizerTarget
+from octavo_quant_fp8 import fused, numerics, operators, products
+from octavo_quant_fp8.provider import QUANTIZER
+from octavo_quant_fp8.scheme import Scheme
+from octavo_quant_fp8.weights import GatheredWeights
+from torch import Tensor
+
+from tests.plugins.fp8 import DIALECTS, BlockSuite, by_block, by_channel, compressed, inputs, stored
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DEVICE = cuda_device()
+OLD = Device("cuda", name="a GPU without FP8 units", capability=(8, 0))
+LOOSE = {"bfloat16": 0.04, "float16": 0.04}
+DTYPES = ("bfloat16", "float16")
+
+
+def activated(linear: Linear, x: Tensor) -> Tensor | Activation:
+    found = operators.FORMATS.get(linear.activation)
+    return x if found is None else Activation(*found(x))
+
+
+class TestWeightsByChannel(QuantizerSuite):
+    target = QuantizerTarget(QUANTIZER, DEVICE, DTYPES, store=stored(by_channel), config=compressed("channel", None))
+
+
+class TestWeightsByBlock(BlockSuite):
+    target = QuantizerTarget(
+        QUANTIZER, DEVICE, DTYPES, store=stored(lambda w: by_block(w, "weight_scale")), config=compressed("block", None)
+    )
+
+
+class TestWithoutUnits(QuantizerSuite):
+    """As a device below 8.9 runs it: activations stay plain although the checkpoint has scales for them."""
+
+    target = QuantizerTarget(
+        QUANTIZER, OLD, ("bfloat16",), store=stored(by_channel), config=compressed("channel", inputs("token"))
+    )
+
+
+class TestInputsByToken(QuantizerSuite):
+    target = QuantizerTarget(
+        QUANTIZER, DEVICE, DTYPES, store=stored(by_channel), config=compressed("channel", inputs("token")),
+        tolerance=LOOSE, activate=activated,
+    )  # fmt: skip
+
+
+class TestPlainInputsThatTheLinearQuantises(QuantizerSuite):
+    target = QuantizerTarget(
+        QUANTIZER, DEVICE, ("bfloat16",), store=stored(by_channel), config=compressed("channel", inputs("token")), tolerance=LOOSE
+    )
+
+
+class TestInputsByGroup(BlockSuite):
+    target = QuantizerTarget(
+        QUANTIZER, DEVICE, DTYPES, store=stored(by_block), config=DIALECTS["block"][0], tolerance=LOOSE, activate=activated
+    )
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        yield
+
+
+def same(got: Activation, want: Activation) -> None:
+    """Equal but for values that lie between two neighbours."""
+    assert got.data.dtype == want.data.dtype == numerics.E4M3 and got.data.shape == want.data.shape
+    torch.testing.assert_close(got.scale, want.scale, rtol=1e-5, atol=0, equal_nan=True)
+    a, b = got.data.float(), want.data.float()
+    assert torch.equal(a.isnan(), b.isnan())
+    off = torch.where(b.isnan(), 0.0, (a - b).abs() / b.abs().clamp_min(2.0**-6))
+    assert float(off.max()) <= 0.13 and float((off > 0).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("format", ["fp8_token", "fp8_block"])
+@pytest.mark.parametrize(("dtype", "size"), [(BF16, 4096), (BF16, 5000), (FP16, 576)])
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_norms_and_gates_quantise_as_torch_does(format: str, dtype: torch.dtype, size: int, tokens: int) -> None:
+    parts = OperatorParts(DEVICE, "bfloat16")
+    ops, oracle = fused.TritonOperators(None, parts).ops, operators.TorchOperators(None, parts).ops
+    x, residual, weight = torch.randn(tokens, size).to(dtype), torch.randn(tokens, size) * 9, torch.randn(size)
+    same(ops["rms_norm", format](residual, weight, 1e-5, dtype), oracle["rms_norm", format](residual, weight, 1e-5, dtype))
+    want, total = oracle["add_rms_norm", format](x, residual.clone(), weight, 1e-5)
+    got, stream = ops["add_rms_norm", format](x, residual, weight, 1e-5)
+    same(got, want)
+    torch.testing.assert_close(stream, total)
+    gate_up = (torch.randn(tokens, 2 * size) * 3).to(dtype)
+    same(ops["silu_mul", format](gate_up), oracle["silu_mul", format](gate_up))
+
+
+def test_a_row_that_is_not_finite_stays_so_and_its_neighbours_do_not_notice() -> None:
+    x = torch.randn(5, 4096).to(BF16)
+    clean = fused.quantise_input(fused.launcher(DEVICE), False, x)
+    x[1, 9], x[3, 2000] = float("nan"), float("inf")
+    got = fused.quantise_input(fused.launcher(DEVICE), False, x)
+    assert (got.data.float() * got.scale).isnan().any(1).tolist() == [False, True, False, True, False]
+    for row in (0, 2, 4):
+        assert torch.equal(got.data[row].float(), clean.data[row].float())
+
+
+def product(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    table = DictWeights()
+    weights = GatheredWeights({"a": n}, k, scheme, bias=False, weights=table, device=torch.device("cuda"), dtype=dtype)
+    values = (torch.randn(n, k) * 60).clamp(-448, 448).to(numerics.E4M3)
+    if scheme.weight == "block":
+        scale = torch.rand(-(-n // 128), -(-k // 128)) + 0.5
+        table.fill({"a.weight": values, "a.weight_scale_inv": scale}, lambda name: False)
+        dense = values.double() * numerics.spread_blocks(scale, n, k).double()
+    else:
+        scale = torch.rand(n, 1) + 0.5
+        table.fill({"a.weight": values, "a.weight_scale": scale}, lambda name: False)
+        dense = values.double() * scale.double()
+    return products.cuda_product(weights, DEVICE, dtype, head=False), dense
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096)])
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_products_of_a_public_model_s_shapes_at_every_batch(n: int, k: int, kind: str) -> None:
+    """Fast accumulation keeps sums to 14 bits or so: a quarter of a percent, a tenth of what rounding inputs costs."""
+    scheme = Scheme("block", "block", scale_name="weight_scale_inv") if kind == "block" else Scheme("channel", "token")
+    made, dense = product(n, k, scheme, BF16)
+    quantise = numerics.quantise_groups if kind == "block" else numerics.quantise_rows
+    for m in (1, 3, 16, 17, 48, 64, 65, 300):
+        x = Activation(*quantise(torch.randn(m, k)))
+        wide = numerics.spread_groups(x.scale, k) if kind == "block" else x.scale
+        want = (x.data.double() * wide.double()) @ dense.T
+        error = float((made(x).double() - want).norm() / want.norm())
+        assert error < 6e-3, (m, error)
+        assert torch.equal(made(x), made(x)), "split sums are added in a fixed order"
+
+
+def test_counters_of_split_sums_are_left_at_zero() -> None:
+    made, _ = product(4096, 14336, Scheme("channel", "token"), BF16)
+    for m in (1, 16, 64):
+        made(Activation(*numerics.quantise_rows(torch.randn(m, 14336))))
+    assert all(not scratch.counts.any() for scratch in products._scratch.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8_e4m3"}, {"activations": "none"}])
+def test_an_engine_serves_fp8_as_bfloat16_would(options: dict[str, Any], tmp_path: Path) -> None:
+    """Through captured graphs, the checkpoint of a tiny model: the log-probabilities of a prompt, then a few tokens."""
+    from octavo.bench.perplexity import score
+    from octavo.config import EngineConfig
+    from octavo.engine.build import build_engine
+    from octavo.plugins import discover
+
+    from tests.tiny import tiny_llama
+
+    with torch.device("cpu"):
+        folder = tiny_llama(tmp_path / "m", hidden_size=256, intermediate_size=512, head_dim=64, std=0.05, dtype=BF16)
+        plugins = {"quantizer": {"fp8": {"activations": options.pop("activations")}}} if "activations" in options else {}
+        found = []
+        for more in ({}, {"quantization": "fp8", **options}):
+            config = EngineConfig(
+                model=str(folder), max_model_len=128, gpu_memory_utilization=0.2, plugins=plugins if more else {}, **more
+            )
+            extra = ["octavo_quant_fp8", "octavo_ops_triton", "octavo_attention_triton"]
+            engine = build_engine(config, discover(config.plugins, extra_modules=extra))
+            found.append(torch.tensor(score(engine, [list(range(8, 100)), list(range(300, 340))])[0]))
+    assert 1e-5 < float((found[0] - found[1]).abs().mean()) < 0.1
