@@ -18,7 +18,14 @@ from torch import Tensor
 from tests.engine import harness
 
 
-def draw(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    vocab: int,
+    keep: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     x = logits[:, :vocab].double()
     noise = torch.empty_like(x)
     for row, (s, p) in enumerate(zip(seed.tolist(), position.tolist(), strict=True)):
@@ -26,7 +33,10 @@ def draw(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, vo
         noise[row] = torch.from_numpy(rng.gumbel(size=vocab))
     warm = torch.where(temperature[:, None] > 0, x / temperature[:, None].clamp(min=1e-6) + noise, x)
     bad = torch.isnan(x).any(-1) | (x == float("inf")).any(-1) | (x == float("-inf")).all(-1)
-    return warm.argmax(-1).int().masked_fill(bad, 0), bad
+    tokens = warm.argmax(-1).int().masked_fill(bad, 0)
+    if keep is not None:
+        keep[0][keep[1], position] = tokens
+    return tokens, bad
 
 
 class Operators:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.interfaces import KVGroup, Limits, Step, StepHost
 from octavo.request import Batch, TableUpdate
+from octavo.transfer import to_device
 
 
 class StateTable:
@@ -121,11 +122,8 @@ class StateTable:
         )
 
     def send(self, array: np.ndarray) -> Tensor:
-        """The array on the device; from pinned memory and not waited for, where that is a GPU."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor
+        """The array on the device, not waited for."""
+        return to_device(array, self._device)
 
 
 DecodeInputs = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]]]

@@ -18,6 +18,7 @@ from octavo.engine.inputs import DecodeInputs, StateTable
 from octavo.interfaces import AttentionBackend, KVGroup, Limits, Model
 from octavo.request import Batch, Result, SamplingParams, TableUpdate, TokenLogprobs
 from octavo.sampling.sampler import Sampled, Sampler, prompt_logprobs
+from octavo.transfer import to_device
 
 LOGITS_AT_ONCE = 256
 """Prompt positions whose logits are held at a time while prompt logprobs are computed."""
@@ -134,7 +135,7 @@ class ModelRunner:
         return self._model.logits(hidden[step.logit_index]), self._prompt_logprobs(batch, hidden)
 
     def _ids(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)
+        return to_device(array.astype(np.int64), self._device)
 
     def _admit(self, batch: Batch) -> None:
         for admission in batch.admissions:

@@ -20,6 +20,7 @@ from octavo.sampling.penalties import apply_ban, apply_bias, apply_penalties
 from octavo.sampling.rng import uniforms
 from octavo.sampling.state import SamplerState
 from octavo.sampling.truncation import BLOCK, draw, truncate
+from octavo.transfer import to_device
 
 Ids = np.ndarray | Tensor
 
@@ -159,7 +160,7 @@ class Sampler:
         found = [(row, *state.bias[slot]) for row, slot in enumerate(slots.tolist()) if slot in state.bias]
         if found:
             rows = np.concatenate([np.full(len(ids), row) for row, ids, _ in found])
-            values = torch.from_numpy(np.concatenate([v for _, _, v in found])).to(logits.device, non_blocking=True)
+            values = to_device(np.concatenate([v for _, _, v in found]), logits.device)
             apply_bias(logits, self._send(rows), self._send(np.concatenate([ids for _, ids, _ in found])), values)
         banned = [(row, state.stops[int(slots[row])]) for row in np.flatnonzero(delayed)]
         if banned:
@@ -237,7 +238,7 @@ class Sampler:
         return x, best
 
     def _send(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, non_blocking=True)
+        return to_device(values, self._device)
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Logprobs:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.transfer import to_device
+
 BLOCK = 256
 SHORT = 128
 """Most nuclei hold fewer tokens than this; on a CPU, taking the largest few is cheaper than the descent."""
@@ -39,7 +41,7 @@ def truncate(x: Tensor, min_p: np.ndarray, top_k: np.ndarray, top_p: np.ndarray)
     if len(rows):
         index = _index(rows, x.device)
         part = x if len(rows) == len(x) else x.index_select(0, index)
-        _cut(x, rows, nucleus(part, torch.from_numpy(top_p[rows]).to(x.device, non_blocking=True)))
+        _cut(x, rows, nucleus(part, to_device(top_p[rows], x.device)))
 
 
 def nucleus(x: Tensor, top_p: Tensor) -> Tensor:
@@ -111,7 +113,7 @@ def _min_p(x: Tensor, min_p: np.ndarray) -> tuple[np.ndarray, Tensor | None]:
     if not len(rows):
         return rows, None
     threshold = np.array([math.log(p) for p in min_p[rows]], np.float32)
-    return rows, torch.from_numpy(threshold).to(x.device, non_blocking=True)
+    return rows, to_device(threshold, x.device)
 
 
 def _top_k(x: Tensor, top_k: np.ndarray) -> tuple[np.ndarray, Tensor | None]:
@@ -136,4 +138,4 @@ def _cut(x: Tensor, rows: np.ndarray, threshold: Tensor | None) -> None:
 
 
 def _index(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=True)
+    return to_device(values.astype(np.int64), device)
