@@ -44,9 +44,11 @@ def attend(q: Tensor, select: Tensor, read: Read, out: Tensor, scale: float, lse
     none), whose values are the first v_dim of their keys: fills out [n, heads, v_dim], and lse float32 [n, heads] if given.
     Softmax in float32; a token that sees nothing gets zeros and an lse of -inf."""
     for part in _portions(len(q), select.shape[1] * q.shape[-1]):
-        keys = read(select[part].long().clamp_(min=0)).to(q.dtype)
+        none = select[part] < 0
+        # In the place of no key the first one is read, which a row may not have written yet: it must not reach a sum.
+        keys = read(select[part].long().clamp_(min=0)).to(q.dtype).masked_fill_(none.unsqueeze(-1), 0.0)
         scores = torch.einsum("nhd,nmd->nhm", q[part], keys).float().mul_(scale)
-        scores.masked_fill_((select[part] < 0).unsqueeze(1), -math.inf)
+        scores.masked_fill_(none.unsqueeze(1), -math.inf)
         out[part] = torch.einsum("nhm,nmd->nhd", _softmax(scores, q.dtype), keys[..., : out.shape[-1]]).to(out.dtype)
         if lse is not None:
             lse[part] = scores.logsumexp(-1)
