@@ -25,6 +25,10 @@ FEW = 64
 """Rows up to which the Triton kernel is taken: it reads the weight at twice `_scaled_mm`'s speed there."""
 
 
+AHEAD = 1
+"""Kilobytes of each weight row that a product asks for before its input is there, where rows are long enough."""
+
+
 class Scratch:
     """Memory that every product of one device and process shares: partial sums, and a counter a tile that is zero
     between launches. Two products never run at once: each waits for the one before it."""
@@ -63,6 +67,7 @@ class RowProduct:
         n, k = self._data.shape
         self._library = n % 16 == 0 and k % 16 == 0 and dtype != torch.float32
         self._scratch = scratch(self._data.device)
+        self._ahead = AHEAD if k % 16 == 0 and k >= 4096 else 0
 
     def __call__(self, x: Tensor | Activation) -> Tensor:
         if self._scheme.activation == "none":
@@ -112,7 +117,7 @@ class RowProduct:
             x, self._scale if x_scale is None else x_scale, self._data, self._scale, self._scale if bias is None else bias, out,
             self._scratch.sums, self._scratch.counts,
         )  # fmt: skip
-        constants = (n, k, rows(x, "fp8"), x_scale is None, bias is not None, tile.m, tile.n, tile.k, tile.split)
+        constants = (n, k, rows(x, "fp8"), x_scale is None, bias is not None, tile.m, tile.n, tile.k, tile.split, self._ahead)
         self._launch(product_kernel, (tiles, tile.split), tensors, (m,), constants, warps=tile.warps, stages=tile.stages)
         return out
 

@@ -15,13 +15,23 @@ from octavo_ops_triton.launch import begin
 
 
 @triton.jit
+def ask_l2(pointers):
+    """A kilobyte from every pointer on, into the L2. Pointers are multiples of 16."""
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], 1024; mov.b32 $0, 0; }", "=r,l", [pointers.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def product_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, count_ptr,
     M,
     N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of BM rows, over one part of K. Grid: (tiles of N * tiles of M, SPLIT)."""
+    """BN outputs of BM rows, over one part of K. Grid: (tiles of N * tiles of M, SPLIT). AHEAD: kilobytes of every row of
+    the weight that are asked for, into the L2, before x is waited for."""
     tiles: tl.constexpr = (N + BN - 1) // BN
     steps: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
     tile = tl.program_id(0)
@@ -30,6 +40,10 @@ def product_kernel(
     k = tl.program_id(1) * (steps * BK) + tl.arange(0, BK)
     weights = weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
     inputs = x_ptr + m[None, :] * X_STRIDE + k[:, None]
+    if AHEAD and PDL:
+        first = weight_ptr + n.to(tl.int64) * K + tl.program_id(1) * (steps * BK)
+        for kilobyte in tl.static_range(AHEAD):
+            ask_l2(first + kilobyte * 1024)
     begin(PDL)
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(steps):
