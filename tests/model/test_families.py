@@ -247,6 +247,14 @@ def test_what_a_family_alone_has_is_checked_too(family: str, over: dict[str, Any
         facts(config(family, **over))
 
 
+def test_the_experts_weights_are_counted_for_the_plan() -> None:
+    """A model of dummy weights has no file to measure: all experts are there, whatever a token takes."""
+    found = facts(config("qwen3_moe", **MOE, mlp_only_layers=[1]))
+    assert found.mlp_weights == 3 * 48 * (2 * 8 * 24 + 80)
+    assert found.mlp_values == max(3 * 80, 3 * (24 + 48))
+    assert facts(config("llama")).mlp_weights == 3 * 3 * 48 * 80
+
+
 def test_sinks_are_known_before_there_is_a_model() -> None:
     """An attention backend that has none must be able to refuse."""
     assert all(layer.has_sinks and layer.sinks is None for layer in facts(config("gpt_oss", **OSS)).layers)

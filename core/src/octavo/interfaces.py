@@ -655,7 +655,9 @@ class Model(Protocol):
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the engine reads off a model config: geometry for pool, limits and attention. ropes are every RoPE of the
-    model once: where one depends on a sequence's length, its variant is part of the prefix-cache key."""
+    model once: where one depends on a sequence's length, its variant is part of the prefix-cache key. mlp_weights: the
+    weights of all MLPs and experts; mlp_values: the values that a token's MLP or experts hold at most during a step; 0: those of
+    one dense gated MLP a layer, of the config's intermediate_size."""
 
     architecture: str
     vocab_size: int
@@ -665,6 +667,8 @@ class ModelFacts:
     kv_specs: tuple[KVSpec, ...]  # one per attention layer
     tied_head: bool = False
     ropes: tuple[RopeConfig, ...] = ()
+    mlp_weights: int = 0
+    mlp_values: int = 0
 
 
 class ModelAdapter(Protocol):

@@ -80,25 +80,26 @@ class Sizing:
 def workspace_bytes(facts: ModelFacts, config: Mapping[str, Any], limits: Limits, device: Device, dtype_bytes: int) -> int:
     """An estimate of what a step needs besides weights and cache: activations of the largest batch, and
     float32 logits of every sequence three times over (logits, sorted or masked copy, probabilities)."""
-    intermediate = int(config.get("intermediate_size") or 4 * facts.hidden_size)
-    activations = limits.max_num_batched_tokens * (6 * facts.hidden_size + 3 * intermediate) * dtype_bytes
+    mlp = facts.mlp_values or 3 * int(config.get("intermediate_size") or 4 * facts.hidden_size)
+    activations = limits.max_num_batched_tokens * (6 * facts.hidden_size + mlp) * dtype_bytes
     logits = 3 * min(limits.max_num_seqs, limits.max_num_batched_tokens) * facts.vocab_size * 4
     return activations + logits + (CUDA_FIXED_BYTES if device.type == "cuda" else 0)
 
 
 def linear_parameters(facts: ModelFacts, config: Mapping[str, Any]) -> int:
-    """Weights of the layers' Linears in a dense decoder of this geometry: all but embedding, head and norms."""
-    hidden, parameters = facts.hidden_size, 0
+    """Weights of the layers' Linears and experts in a decoder of this geometry: all but embedding, head and norms."""
+    hidden = facts.hidden_size
     intermediate = int(config.get("intermediate_size") or 4 * hidden)
+    parameters = facts.mlp_weights or len(facts.layers) * 3 * hidden * intermediate
     for layer in facts.layers:
         query, value = layer.num_heads * layer.k_dim, layer.num_heads * layer.v_dim
         key_value = layer.num_kv_heads * (layer.k_dim + layer.v_dim)
-        parameters += hidden * (query + key_value + value + 3 * intermediate)
+        parameters += hidden * (query + key_value + value)
     return parameters
 
 
 def estimate_weight_bytes(facts: ModelFacts, config: Mapping[str, Any], dtype_bytes: int) -> int:
-    """Weights of a dense decoder of this geometry, for `load_format=dummy`, which has no checkpoint to measure."""
+    """Weights of a decoder of this geometry, for `load_format=dummy`, which has no checkpoint to measure."""
     rest = facts.vocab_size * facts.hidden_size * (1 if facts.tied_head else 2)
     return (rest + linear_parameters(facts, config)) * dtype_bytes
 

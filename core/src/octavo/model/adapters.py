@@ -46,6 +46,8 @@ class DecoderAdapter:
             ),
             tied_head=decoder.tied_head,
             ropes=decoder.ropes,
+            mlp_weights=decoder.mlp_weights,
+            mlp_values=decoder.mlp_values,
         )
 
     def build(self, config: Mapping[str, Any], parts: ModelParts) -> Model:

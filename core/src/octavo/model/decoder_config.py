@@ -24,6 +24,16 @@ class MixtureConfig:
     experts: str = "experts"
     router_bias: bool = False
 
+    @property
+    def weights(self) -> int:
+        """Of all experts."""
+        return 3 * self.experts_spec.count * self.experts_spec.hidden * self.experts_spec.inner
+
+    @property
+    def values(self) -> int:
+        """Values that one token's experts hold during a step."""
+        return self.experts_spec.top_k * (self.experts_spec.hidden + self.experts_spec.inner)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
@@ -89,3 +99,15 @@ class DecoderConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Every RoPE once, in the order of the layers."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers))
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of all MLPs and experts, biases and routers not counted."""
+        dense = 3 * self.hidden_size * self.intermediate_size
+        return sum(dense if layer.mixture is None else layer.mixture.weights for layer in self.layers)
+
+    @property
+    def mlp_values(self) -> int:
+        """Values that one token's MLP or experts hold at most: gate, up and their product; of experts, the product and the
+        result of each that it takes."""
+        return max(3 * self.intermediate_size if layer.mixture is None else layer.mixture.values for layer in self.layers)
