@@ -6,9 +6,10 @@ from octavo.catalog import Provider
 from octavo.hookspecs import hookimpl
 
 from octavo_models_deepseek.provider import provider
+from octavo_models_deepseek.v4_adapter import provider as v4
 from octavo_models_deepseek.windowed import provider as windowed
 
 
 @hookimpl
 def register_model_adapters() -> list[Provider]:
-    return [provider, windowed]
+    return [provider, v4, windowed]

@@ -53,11 +53,6 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV32ForCausalLM": Family(_V32, sigmoid=True, interleave=True, indexed=True),
 }
 
-REFUSED: dict[str, str] = {
-    "DeepseekV4ForCausalLM": "its layers attend to compressed entries of closed windows, and its residual stream has four lanes",
-}
-"""Architectures that are known and not built, and why."""
-
 
 @dataclass(frozen=True, slots=True)
 class IndexConfig:
@@ -125,7 +120,7 @@ def read_deepseek(config: Mapping[str, Any]) -> DeepseekConfig:
     if name is None:
         raise LoadError(f"architectures {names!r} has none of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    read = _Reader(config, family.defaults)
+    read = Reader(config, family.defaults)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise LoadError(f"hidden_act {config['hidden_act']!r} is not supported by {name}; there is silu")
     if config.get("moe_layer_freq", 1) != 1:
@@ -168,7 +163,7 @@ def read_deepseek(config: Mapping[str, Any]) -> DeepseekConfig:
     )
 
 
-def _mixture(read: _Reader, family: Family) -> tuple[Routing, ExpertsSpec, int]:
+def _mixture(read: Reader, family: Family) -> tuple[Routing, ExpertsSpec, int]:
     count, top_k, inner = read.count("n_routed_experts"), read.count("num_experts_per_tok"), read.count("moe_intermediate_size")
     grouped = family.sigmoid or _grouped(read)
     groups = read.count("n_group") if grouped else 1
@@ -195,7 +190,7 @@ def _mixture(read: _Reader, family: Family) -> tuple[Routing, ExpertsSpec, int]:
     return routing, ExpertsSpec(count=count, hidden=read.count("hidden_size"), inner=inner, top_k=top_k), shared
 
 
-def _index(read: _Reader, rope_dim: int) -> IndexConfig:
+def _index(read: Reader, rope_dim: int) -> IndexConfig:
     index = IndexConfig(read.count("index_n_heads"), read.count("index_head_dim"), read.count("index_topk"))
     if index.dim < rope_dim:
         raise LoadError(f"index_head_dim {index.dim} is less than the {rope_dim} of qk_rope_head_dim")
@@ -204,7 +199,7 @@ def _index(read: _Reader, rope_dim: int) -> IndexConfig:
     return index
 
 
-def _grouped(read: _Reader) -> bool:
+def _grouped(read: Reader) -> bool:
     method = read.get("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
         raise LoadError(f"topk_method {method!r} is not supported; there are greedy and group_limited_greedy")
@@ -220,7 +215,7 @@ def _stretched(config: Mapping[str, Any], rope: RopeConfig) -> float:
     return 0.1 * float(every) * math.log(rope.factor) + 1.0
 
 
-class _Reader:
+class Reader:
     """Values of a config by key, with a family's defaults; LoadError that names the key."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

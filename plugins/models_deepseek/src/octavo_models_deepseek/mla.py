@@ -16,12 +16,12 @@ from collections.abc import Callable
 import torch
 from octavo.interfaces import Linear, ModelParts, Step
 from octavo.model.layers import Angles
-from octavo.model.linear import torch_device
 from octavo.model.parameter import Parameter
 from torch import Tensor
 
 from octavo_models_deepseek.config import LATENT_NORM_EPS, DeepseekConfig
 from octavo_models_deepseek.indexer import Indexer
+from octavo_models_deepseek.unit import UnitMatrix
 
 
 class LatentNorm:
@@ -39,25 +39,18 @@ class LatentNorm:
 
 
 class Expansion:
-    """kv_b_proj as the two stacks of matrices that absorption multiplies by.
-
-    Whatever format the checkpoint has it in, the quantizer's Linear knows it: its matrix is what it makes of the unit
-    vectors. The Linear is dropped once it has said so.
-    """
+    """kv_b_proj as the two stacks of matrices that absorption multiplies by."""
 
     def __init__(self, name: str, config: DeepseekConfig, parts: ModelParts) -> None:
         self._shape = (config.latent, config.num_heads, config.nope + config.v_dim)
-        self._nope, self._dtype, self._device = config.nope, getattr(torch, parts.dtype), torch_device(parts.device)
-        self._linear: Linear | None = parts.linear(name, config.latent, {"kv_b_proj": config.num_heads * self._shape[2]})
+        self._nope = config.nope
+        linear = parts.linear(name, config.latent, {"kv_b_proj": config.num_heads * self._shape[2]})
+        self._matrix = UnitMatrix(linear, config.latent, parts)
 
     def finish(self) -> None:
         """key [heads, nope, latent] turns a query into the latent's coordinates, value [heads, latent, v_dim] a sum of
         latents into a head's output."""
-        assert self._linear is not None
-        self._linear.finish()
-        units = torch.eye(self._shape[0], dtype=self._dtype, device=self._device)
-        whole = self._linear(units).view(self._shape)  # [latent, heads, nope + v]
-        self._linear = None
+        whole = self._matrix.finish().view(self._shape)  # [latent, heads, nope + v]
         self.key = whole[..., : self._nope].permute(1, 2, 0).contiguous()
         self.value = whole[..., self._nope :].transpose(0, 1).contiguous()
 

@@ -7,14 +7,12 @@ from typing import Any
 from octavo.catalog import Accept, Needs, Provider, Reject
 from octavo.errors import LoadError
 
-from octavo_models_deepseek.config import FAMILIES, REFUSED, read_deepseek
+from octavo_models_deepseek.config import FAMILIES, read_deepseek
 
 
 def accepts(needs: Needs, options: Any) -> Accept | Reject:
     """Architectures of FAMILIES whose config says nothing that is unknown here."""
     name = needs.facts.get("architecture", "")
-    if name in REFUSED:
-        return Reject(f"architecture {name!r} is not built yet: {REFUSED[name]}")
     if name not in FAMILIES:
         return Reject(f"architecture {name!r} is not one of {', '.join(FAMILIES)}")
     try:

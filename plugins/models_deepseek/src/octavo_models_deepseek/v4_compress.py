@@ -1,0 +1,115 @@
+"""Compressed entries (DeepSeek V4): a window of tokens becomes one entry of the cache when it closes.
+
+Owns the arithmetic of an entry and the order of things: a step's projections are stored beside those of windows that earlier
+steps left open, and every window that closes in this step is made into an entry from there. So an entry does not depend on
+which steps its tokens came in. Stateless between steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from octavo.interfaces import ModelParts, Step
+from octavo.model.linear import torch_device
+from octavo.model.parameter import Parameter
+from octavo.model.rope import RopeConfig
+from octavo.model.rotary import inverse_frequencies
+from torch import Tensor
+
+from octavo_models_deepseek.v4_config import Cache, V4Config
+
+Angles = tuple[Tensor, Tensor]
+"""cos and sin float32 [T, rotated / 2]."""
+
+
+class PairRotary:
+    """RoPE of pairs (2j, 2j + 1) of the trailing dims, in float32."""
+
+    def __init__(self, rope: RopeConfig, parts: ModelParts) -> None:
+        self._frequencies = inverse_frequencies(rope).to(torch_device(parts.device))
+        self._factor = rope.attention_factor
+
+    def angles(self, positions: Tensor) -> Angles:
+        turns = positions.float().unsqueeze(1) * self._frequencies
+        return turns.cos() * self._factor, turns.sin() * self._factor
+
+
+def rotated(x: Tensor, angles: Angles, *, back: bool = False) -> Tensor:
+    """x [T, heads, D] with its trailing pairs turned by angles of its T tokens, or turned back."""
+    cos, sin = (part.unsqueeze(1) for part in angles)
+    if back:
+        sin = -sin
+    width = 2 * cos.shape[-1]
+    tail = x[..., -width:].float()
+    even, odd = tail[..., 0::2], tail[..., 1::2]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return torch.cat((x[..., :-width], turned.to(x.dtype)), -1)
+
+
+def rms(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """x over its last axis' root mean square, times weight if there is one; float32 within, x's dtype."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide if weight is None else wide * weight).to(x.dtype)
+
+
+class Compressor:
+    """x -> the entries of all windows that close in the step. `overlapping`: an entry is made of two windows' tokens, the
+    first half of the one before and the second half of its own. Its projections are never quantised."""
+
+    def __init__(
+        self, name: str, config: V4Config, cache: Cache, rate: int, dim: int, rotary: PairRotary, parts: ModelParts
+    ) -> None:
+        width = cache.layer.k_dim
+        self._rate, self._dim, self._overlapping = rate, dim, width == 2 * dim
+        hidden = config.hidden_size
+        self._parameters = (
+            Parameter(f"{name}.wkv.weight", (width, hidden), parts),
+            Parameter(f"{name}.wgate.weight", (width, hidden), parts),
+            Parameter(f"{name}.ape", (rate, width), parts, torch.float32),
+            Parameter(f"{name}.norm.weight", (dim,), parts, torch.float32),
+        )
+        self._eps, self._rotary = config.norm_eps, rotary
+        self._parts = parts.attention(cache.layer)
+
+    def finish(self) -> None:
+        key, gate, self._places, self._norm = (parameter.get() for parameter in self._parameters)
+        self._matrix = torch.cat((key, gate))
+
+    def __call__(self, step: Step, x: Tensor) -> Tensor:
+        """x [T, H] -> [n, 1, dim], in the order of the step's tokens that close a window."""
+        values, gates = F.linear(x, self._matrix).unsqueeze(1).chunk(2, -1)
+        self._parts.store(step, values, gates)  # type: ignore[attr-defined]
+        made: list[Tensor] = []
+        firsts: list[Tensor] = []
+        for row, new, end in zip(
+            step.host.rows.tolist(), step.host.query_lens.tolist(), step.host.seq_lens.tolist(), strict=True
+        ):
+            first, last = (end - new) // self._rate, end // self._rate
+            if first < last:
+                made.append(self._entries(row, first, last))
+                firsts.append(torch.arange(first, last, device=x.device) * self._rate)
+        if not made:
+            return x.new_empty(0, 1, self._dim)
+        entries = rms(torch.cat(made), self._eps, self._norm).to(x.dtype)
+        return rotated(entries.unsqueeze(1), self._rotary.angles(torch.cat(firsts)))
+
+    def _entries(self, row: int, first: int, last: int) -> Tensor:
+        """Entries [first, last) of a row before their norm, float32 [last - first, dim]."""
+        before = 1 if self._overlapping and first else 0
+        values, gates = self._parts.read(row, (first - before) * self._rate, last * self._rate)  # type: ignore[attr-defined]
+        values = values.float().view(-1, self._rate, values.shape[-1])
+        gates = gates.float().view(values.shape) + self._places
+        if self._overlapping:
+            values, gates = self._joined(values, 0.0, last - first), self._joined(gates, -math.inf, last - first)
+        return (values * gates.softmax(1)).sum(1)
+
+    def _joined(self, windows: Tensor, missing: float, count: int) -> Tensor:
+        """[windows, rate, 2 dim] -> [count, 2 rate, dim]: of the window before the first half (`missing` where there is
+        none), then of the window itself the second."""
+        own, earlier = windows[-count:, :, self._dim :], windows[: len(windows) - 1, :, : self._dim]
+        if len(earlier) < count:
+            earlier = torch.cat((torch.full_like(own[:1], missing), earlier))
+        return torch.cat((earlier, own), 1)

@@ -1,0 +1,210 @@
+"""What a DeepSeek V4 config.json means, and which caches its layers keep.
+
+Owns the reading of a config into a V4Config. Pure Python. Both layouts are read: DeepSeek's own (compress_ratios,
+num_hash_layers, qk_rope_head_dim, one rope_scaling) and transformers' (layer_types, mlp_layer_types, rope_parameters by use).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octavo.errors import LoadError
+from octavo.interfaces import AttentionLayer, ExpertsSpec, Gate, KVSpec, Routing
+from octavo.model.rope import RopeConfig, read_rope
+
+from octavo_models_deepseek.config import IndexConfig, Reader
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+Kind = Literal["window", "sparse", "heavy"]
+
+_KINDS: dict[Any, Kind] = {
+    "sliding_attention": "window", "compressed_sparse_attention": "sparse", "heavily_compressed_attention": "heavy",
+    0: "window", 4: "sparse", 128: "heavy",
+}  # fmt: skip
+_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
+    "q_lora_rank": 1024, "num_experts_per_tok": 6, "n_routed_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
+    "max_position_embeddings": 1048576, "hc_mult": 4, "hc_sinkhorn_iters": 20, "sliding_window": 128, "o_groups": 8,
+    "o_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "vocab_size": 129280,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class V4Layer:
+    """kind: attention over the window alone, or also over entries of `rate` tokens each, all of them (heavy) or chosen by an
+    index (sparse). hashed: experts by token id."""
+
+    kind: Kind
+    rate: int
+    hashed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """One paged cache of a layer: what it is for, and its place among all caches of the model."""
+
+    use: Literal["window", "parts", "entries", "index parts", "index entries"]
+    layer: AttentionLayer
+    spec: KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class V4Config:
+    """A DeepSeek V4, complete. lanes: streams of the residual; sinkhorn: how often their mixing matrix is normalised.
+    rotated: trailing dims of a head that RoPE turns, by `ropes` (layers of the window alone, all others)."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[V4Layer, ...]
+    num_heads: int
+    head_dim: int
+    rotated: int
+    ropes: tuple[RopeConfig, RopeConfig]
+    query_rank: int
+    window: int
+    output_groups: int
+    output_rank: int
+    index: IndexConfig
+    lanes: int
+    sinkhorn: int
+    lane_eps: float
+    norm_eps: float
+    routing: Routing
+    experts: ExpertsSpec
+    shared: int
+    max_position: int
+    tied_head: bool
+
+    def caches(self, dtype: str, kv_dtype: str) -> tuple[tuple[Cache, ...], ...]:
+        """Of every layer its caches, numbered through. The window's keys are also its values. Of a layer that compresses, the
+        projections of a window that is still open (`parts`) are a window cache of their own: an entry is made from them when
+        its window closes, whatever steps its tokens came in, and a prefix hit finds them. They stay in the model's dtype."""
+        found: list[tuple[Cache, ...]] = []
+        number = 0
+        for layer in self.layers:
+            made: list[Cache] = []
+            for use, heads, dim, window, every in self._uses(layer):
+                scale, parts = dim**-0.5, "parts" in use
+                attention = AttentionLayer(number, heads, 1, dim, dim, scale, window, has_sinks=use == "window")
+                kind: Literal["window", "latent"] = "latent" if window is None else "window"
+                spec = KVSpec(kind, 1, dim, dim, dtype if parts else kv_dtype, window, every)
+                made.append(Cache(use, attention, spec))
+                number += 1
+            found.append(tuple(made))
+        return tuple(found)
+
+    def _uses(self, layer: V4Layer) -> list[tuple[Any, int, int, int | None, int]]:
+        """(use, query heads, dims, window, tokens an entry)."""
+        heads, dim, rate, index = self.num_heads, self.head_dim, layer.rate, self.index
+        uses: list[tuple[Any, int, int, int | None, int]] = [("window", heads, dim, self.window, 1)]
+        if layer.kind == "heavy":
+            uses += [("parts", 1, dim, rate, 1), ("entries", heads, dim, None, rate)]
+        if layer.kind == "sparse":  # windows overlap: an entry is made of two of them
+            uses += [("parts", 1, 2 * dim, 2 * rate, 1), ("entries", heads, dim, None, rate)]
+            uses += [("index parts", 1, 2 * index.dim, 2 * rate, 1), ("index entries", index.heads, index.dim, None, rate)]
+        return uses
+
+
+def read_v4(config: Mapping[str, Any]) -> V4Config:
+    """Read a config.json. Raises LoadError that names the key and the value."""
+    if ARCHITECTURE not in (config.get("architectures") or []):
+        raise LoadError(f"architectures {config.get('architectures')!r} has no {ARCHITECTURE}")
+    read = Reader(config, _DEFAULTS)
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise LoadError(f"hidden_act {config['hidden_act']!r} is not supported by {ARCHITECTURE}; there is silu")
+    score = config.get("scoring_func", "sqrtsoftplus")
+    if score not in ("sqrtsoftplus", "softmax", "sigmoid"):
+        raise LoadError(f"scoring_func {score!r} is not supported; there are sqrtsoftplus, softmax and sigmoid")
+    heads, dim, groups = read.count("num_attention_heads"), read.count("head_dim"), read.count("o_groups")
+    if heads % groups:
+        raise LoadError(f"num_attention_heads {heads} is not a multiple of o_groups {groups}")
+    rotated = _rotated(config, dim)
+    index = IndexConfig(read.count("index_n_heads"), read.count("index_head_dim"), read.count("index_topk"))
+    if index.dim < rotated:
+        raise LoadError(f"index_head_dim {index.dim} is less than the {rotated} dims that RoPE turns")
+    inner, count, top_k = read.count("moe_intermediate_size"), read.count("n_routed_experts"), read.count("num_experts_per_tok")
+    gate = Gate(limit=read.number("swiglu_limit", 10.0))
+    hidden = read.count("hidden_size")
+    return V4Config(
+        vocab_size=read.count("vocab_size"),
+        hidden_size=hidden,
+        layers=_layers(config, read),
+        num_heads=heads,
+        head_dim=dim,
+        rotated=rotated,
+        ropes=_ropes(config, rotated, read.number("rope_theta", 1e4), read.number("compress_rope_theta", 1.6e5)),
+        query_rank=read.count("q_lora_rank"),
+        window=read.count("sliding_window"),
+        output_groups=groups,
+        output_rank=read.count("o_lora_rank"),
+        index=index,
+        lanes=read.count("hc_mult"),
+        sinkhorn=read.count("hc_sinkhorn_iters"),
+        lane_eps=read.number("hc_eps", 1e-6),
+        norm_eps=read.number("rms_norm_eps", 1e-6),
+        routing=Routing(top_k, score, renormalise=True, scale=read.number("routed_scaling_factor")),
+        experts=ExpertsSpec(count, hidden, inner, top_k, gate, names=("w1", "w3", "w2")),
+        shared=read.count("n_shared_experts") * inner,
+        max_position=read.count("max_position_embeddings"),
+        tied_head=read.flag("tie_word_embeddings", False),
+    )
+
+
+def _layers(config: Mapping[str, Any], read: Reader) -> tuple[V4Layer, ...]:
+    count = read.count("num_hidden_layers")
+    named = config.get("layer_types") or config.get("compress_ratios")
+    if named is None:
+        named = [128] * min(count, 2) + [4 if i % 2 else 128 for i in range(max(count - 2, 0))]
+    if len(named) < count or any(kind not in _KINDS for kind in named[:count]):
+        raise LoadError(
+            f"layer_types or compress_ratios must name {count} layers of {', '.join(map(str, _KINDS))}, got {named!r}"
+        )
+    rates = dict(config.get("compress_rates") or {})
+    sparse = config.get("compress_rate_csa") or rates.get("compressed_sparse_attention", 4)
+    heavy = config.get("compress_rate_hca") or rates.get("heavily_compressed_attention", 128)
+    rate: dict[Kind, int] = {"window": 1, "sparse": int(sparse), "heavy": int(heavy)}
+    hashed = config.get("mlp_layer_types")
+    if hashed is None:
+        hashed = ["hash_moe"] * int(config.get("num_hash_layers", 3)) + ["moe"] * count
+    if len(hashed) < count or any(kind not in ("hash_moe", "moe") for kind in hashed[:count]):
+        raise LoadError(f"mlp_layer_types must name {count} layers hash_moe or moe, got {hashed!r}")
+    kinds = [_KINDS[kind] for kind in named[:count]]
+    return tuple(V4Layer(kind, rate[kind], use == "hash_moe") for kind, use in zip(kinds, hashed, strict=False))
+
+
+def _rotated(config: Mapping[str, Any], head_dim: int) -> int:
+    """Dims of a head that RoPE turns."""
+    if config.get("qk_rope_head_dim") is not None:
+        dim = config["qk_rope_head_dim"]
+    else:
+        partial = config.get("partial_rotary_factor")
+        dim = int(head_dim * (64 / 512 if partial is None else partial))
+    if not isinstance(dim, int) or dim % 2 or not 2 <= dim <= head_dim:
+        raise LoadError(
+            f"qk_rope_head_dim (or head_dim times partial_rotary_factor) must be even and in [2, {head_dim}], got {dim!r}"
+        )
+    return dim
+
+
+def _ropes(config: Mapping[str, Any], rotated: int, theta: float, compressed_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """The RoPE of layers with a window alone, and that of all others: stretched, its cosines and sines never scaled."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if isinstance(found.get("main"), Mapping) and isinstance(found.get("compress"), Mapping):
+        main, other = dict(found["main"]), dict(found["compress"])
+    else:
+        other = {k: v for k, v in found.items() if k not in ("main", "compress")} | {"rope_theta": compressed_theta}
+        main = {"rope_type": "default", "rope_theta": theta}
+    if (other.get("rope_type") or other.get("type")) == "yarn":
+        other.setdefault("attention_factor", 1.0)
+    length = {"max_position_embeddings": config.get("max_position_embeddings", _DEFAULTS["max_position_embeddings"])}
+    for each in (main, other):
+        each.pop("partial_rotary_factor", None)  # `rotated` has it
+    made = tuple(read_rope({"rope_parameters": each, **length}, rotated) for each in (main, other))
+    if any(rope.varies for rope in made) or not all(math.isfinite(rope.theta) for rope in made):
+        raise LoadError(
+            f"rope_parameters {found!r}: a RoPE that depends on the sequence's length is not supported by {ARCHITECTURE}"
+        )
+    return made[0], made[1]
