@@ -4,7 +4,8 @@
 
 A server serves MODEL; a second engine of it is added beside the first while streams run, becomes the
 default and gives way again, `rounds` times; then the second is removed. A switch is measured from the
-administrator's request to the first token of the new default. Loopback only.
+administrator's request to the first token of the new default, by a process that does nothing else: the
+streams have one of their own. Loopback only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import re
 import statistics
@@ -46,6 +48,25 @@ async def events(response: httpx.Response) -> Any:
     async for line in response.aiter_lines():
         if line:
             yield line.removeprefix("data: ")
+
+
+async def carry(url: str, streams: int, tokens: int, pipe: Any) -> None:
+    """The load, in its own process: says when every stream has begun, stops when told to, and reports."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        load = Load(client, tokens)
+        tasks = [asyncio.create_task(load.one()) for _ in range(streams)]
+        for _ in range(streams):
+            await load.begun.acquire()
+        pipe.send("begun")
+        await asyncio.to_thread(pipe.recv)
+        load.stopped = True
+        await asyncio.gather(*tasks)
+        pipe.send((dict(load.ended), dict(load.lost)))
+
+
+def carrier(url: str, streams: int, tokens: int, pipe: Any) -> None:
+    asyncio.run(carry(url, streams, tokens, pipe))
 
 
 class Load:
@@ -91,31 +112,34 @@ async def memory(client: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
-    limits = httpx.Limits(max_connections=None)
+    ours, theirs = multiprocessing.Pipe()
+    work = multiprocessing.get_context("spawn").Process(
+        target=carrier, args=(url, args.streams, args.tokens, theirs), daemon=True
+    )
     async with (
-        httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client,
+        httpx.AsyncClient(base_url=url, timeout=120) as client,
         httpx.AsyncClient(base_url=url, timeout=300, headers={"Authorization": f"Bearer {KEY}"}) as admin,
     ):
         told: dict[str, Any] = {"memory before": await memory(client)}
-        load = Load(client, args.tokens)
-        streams = [asyncio.create_task(load.one()) for _ in range(args.streams)]
-        for _ in range(args.streams):
-            await load.begun.acquire()
+        work.start()
+        await asyncio.to_thread(ours.recv)
         began = time.perf_counter()
         answer = await admin.post("/admin/models", json={"name": "second", "model": model, "settings": args.settings})
         told["seconds to add under load"] = round(time.perf_counter() - began, 2)
         if answer.status_code != 201:
             raise SystemExit(answer.text)
         told["memory with two"] = await memory(client)
+        alone = [await switch(client, admin, "first") for _ in range(3)]  # no switch: what a request costs under this load
         waits = []
         for name in ("second", "first") * args.rounds:
             waits.append(await switch(client, admin, name))
             await asyncio.sleep(0.5)
-        load.stopped = True
-        await asyncio.gather(*streams)
+        ours.send("stop")
+        ended, lost = await asyncio.to_thread(ours.recv)
+        told["first token without a switch, ms"] = [round(1000 * wait, 1) for wait in alone]
         told["switches to the first token, ms"] = [round(1000 * wait, 1) for wait in waits]
         told["median, ms"] = round(1000 * statistics.median(waits), 1)
-        told["streams ended by model"], told["streams lost"] = dict(load.ended), dict(load.lost)
+        told["streams ended by model"], told["streams lost"] = ended, lost
         (await admin.delete("/admin/models/second")).raise_for_status()
         await asyncio.sleep(2)
         told["memory after removal"] = await memory(client)

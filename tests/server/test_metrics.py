@@ -176,6 +176,12 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:
+        return {"GPU-aaaa": 2}[name]
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        return handle
+
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> object:
         return type("Memory", (), {"total": 1000, "used": 250})
 
@@ -190,6 +196,7 @@ def test_gpus_are_read_through_nvml_and_absent_where_there_is_none(monkeypatch: 
 
     monkeypatch.setattr(module, "FRESH_SECONDS", 0.0)
     nvml = Nvml()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = Gpus(nvml)
     page = samples(Metrics(list, vllm_names=True, gpus=gpus))
     assert page["octavo_gpu_utilization_ratio"] == 0.7 and page["vllm_gpu_utilization_percent"] == 70.0
@@ -200,3 +207,11 @@ def test_gpus_are_read_through_nvml_and_absent_where_there_is_none(monkeypatch: 
     assert gpus.read() == []
     assert not any("gpu_util" in name for name in samples(Metrics(list, vllm_names=True, gpus=gpus)))
     assert Gpus(type("None", (), {"nvmlInit": lambda self: 1 / 0})()).read() == []
+
+
+@pytest.mark.parametrize(("visible", "seen"), [("1", [1]), ("GPU-aaaa,0", [2, 0]), ("", []), ("0,-1,1", [0]), (None, [0])])
+def test_only_gpus_that_are_visible_to_cuda_are_reported(
+    visible: str | None, seen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [gpu.index for gpu in Gpus(Nvml(), visible).read()] == seen

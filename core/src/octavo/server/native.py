@@ -73,6 +73,7 @@ async def load(state: State) -> dict[str, Any]:
 @router.get("/metrics", tags=["state"])
 async def metrics(state: State) -> Response:
     """Prometheus' text format."""
+    await asyncio.to_thread(state.gpus.read)  # so that the page finds a fresh look and does not wait for the driver
     return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 

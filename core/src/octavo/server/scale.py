@@ -5,6 +5,7 @@ Owns the rule. Reports what it was computed from, so that an operator can see wh
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -27,7 +28,8 @@ LONG = 4 * QUEUE
 async def scale(state: State) -> dict[str, Any]:
     """Queue, memory and GPU use with the verdict `scale_out` (0 or 1) and its reason."""
     load = state.load()
-    return signal(int(load["waiting"]), int(load["running"]), load["kv_cache_usage"], state.gpus.read())
+    gpus = await asyncio.to_thread(state.gpus.read)
+    return signal(int(load["waiting"]), int(load["running"]), load["kv_cache_usage"], gpus)
 
 
 def signal(waiting: int, running: int, kv_usage: float, gpus: list[Gpu]) -> dict[str, Any]:
