@@ -21,7 +21,7 @@ from octavo.errors import ConfigError
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        usage="octavo bench {offline,serve,startup,step,shape,allocator,kernel,perplexity} ...",
+        usage="octavo bench {offline,serve,startup,step,shape,allocator,memory,kernel,perplexity} ...",
         description="Measure. Every benchmark takes --json, which prints each figure with settings, versions and commit.",
     )
     kinds = parser.add_subparsers(metavar="BENCHMARK", required=True, title="benchmarks", dest="benchmark")
@@ -31,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     _step(kinds)
     _shape(kinds)
     _allocator(kinds)
+    _memory(kinds)
     _kernel(kinds)
     _perplexity(kinds)
 
@@ -265,6 +266,63 @@ def _run_allocator(args: argparse.Namespace) -> int:
     return _print_table(
         [f"{record['us_per_block']:.3f} us a block", f"{record['us_per_block_hashed']:.3f} us with hash, publish and match"], {}
     )
+
+
+def _memory(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "memory",
+        help="fragmentation, use and fairness of the KV cache, simulated without a model",
+        usage="octavo bench memory [--mix NAME ...] [--block-size N ...] [--requests N] [--plot FILE.svg] [--json]",
+        description="Run core's allocator and scheduler on realistic lengths of requests, without a model.",
+    )
+    parser.add_argument(
+        "--mix", action="append", choices=["chat", "documents", "mixed"], help="Default is documents (repeatable)."
+    )
+    parser.add_argument(
+        "--block-size",
+        action="append",
+        type=_count,
+        metavar="N",
+        help="Tokens per block; default is 16, 64 and 128 (repeatable).",
+    )
+    parser.add_argument("--requests", type=_count, default=20_000, metavar="N", help="Requests of each run. [default: 20000]")
+    parser.add_argument(
+        "--pool-tokens", type=_count, default=524_288, metavar="N", help="Size of the KV cache. [default: 524288]"
+    )
+    parser.add_argument("--host-tokens", type=int, default=0, metavar="N", help="Size of the swap space. [default: 0]")
+    parser.add_argument("--max-num-seqs", type=_count, default=512, metavar="N", help="Sequences in one step. [default: 512]")
+    parser.add_argument("--plot", metavar="FILE.svg", help="Also draw the runs (needs octavo[bench]).")
+    _json_flag(parser)
+    parser.set_defaults(func=_run_memory)
+
+
+def _run_memory(args: argparse.Namespace) -> int:
+    from octavo.bench import memory
+    from octavo.bench.record import surroundings
+
+    runs = [
+        memory.run(
+            requests=args.requests,
+            mix=mix,
+            block_size=size,
+            pool_tokens=args.pool_tokens,
+            host_tokens=args.host_tokens,
+            max_num_seqs=args.max_num_seqs,
+        )
+        for mix in args.mix or ["documents"]
+        for size in args.block_size or [16, 64, 128]
+    ]
+    if args.plot:
+        memory.plot(runs, args.plot)
+    if args.json:
+        return _print_json(surroundings() | {"benchmark": "memory", "runs": runs})
+    head = f"{'mix':<12}{'block':>6}{'fragmentation':>15}{'at most':>9}{'use':>8}{'preempted':>11}{'swapped':>9}{'fairness':>10}"
+    lines = [
+        f"{r['mix']:<12}{r['block_size']:>6}{100 * r['fragmentation']['mean']:>14.2f}%{100 * r['fragmentation']['max']:>8.2f}%"
+        f"{100 * r['usage']['mean']:>7.1f}%{r['preemptions']:>11}{r['swapped_out']:>9}{r['fairness']:>10.3f}"
+        for r in runs
+    ]
+    return _print_table([head, *lines], {})
 
 
 def _kernel(kinds: Any) -> None:
