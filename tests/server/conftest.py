@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.server.harness import ADMIN_KEY, API_KEYS, Server
+from tests.server.harness import ADMIN_KEY, API_KEYS, SMALL_KEY, Server
 from tests.tiny import tiny_llama
 
 CONTEXT = 4096
@@ -34,9 +35,12 @@ def long_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(long_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that most tests share: two client keys, one admin key, priorities allowed."""
-    keys = [flag for key in API_KEYS for flag in ("--api-key", key)]
-    log = tmp_path_factory.mktemp("server") / "log"
+    """The server that most tests share: two client keys, one that may ask for little, one admin key, priorities allowed."""
+    folder = tmp_path_factory.mktemp("server")
+    small = {"name": "small", "key": SMALL_KEY, "limits": {"max_tokens": 4}}
+    (folder / "keys.json").write_text(json.dumps({"tenants": [small]}))
+    keys = [flag for key in API_KEYS for flag in ("--api-key", key)] + ["--api-keys-file", str(folder / "keys.json")]
+    log = folder / "log"
     running = Server(
         long_tiny, log, *FLAGS, *keys, "--admin-api-key", ADMIN_KEY, "--scheduling-policy", "priority", "--min-priority", "-5"
     )

@@ -18,6 +18,7 @@ import httpx
 import psutil
 
 API_KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
+SMALL_KEY = "key-of-a-tenant-with-short-answers"
 ADMIN_KEY = "key-of-the-administrator"
 NAME = "tiny/model"
 

@@ -99,7 +99,7 @@ def _complete(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> 
     responses = operation["responses"]
     responses.pop("422", None)
     if path in OPEN:
-        responses["503"] = {"description": "Loading, draining or dead: no body."}
+        responses.update({"200": {"description": "Yes. No body."}, "503": {"description": "No. No body."}})
     else:
         responses["default"] = {"description": "An error.", "content": {"application/json": {"schema": {"$ref": _ref("Error")}}}}
         operation["security"] = [{"bearer": []}]
@@ -116,8 +116,9 @@ def _complete(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> 
     schemas[name] = schema
     content["schema"] = {"$ref": _ref(name)}
     if name in _STREAMING:
-        shapes = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
-        responses["200"] = {"description": "The answer; with `stream: true` server-sent events.", "content": shapes}
+        shapes = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+        words = "The answer; with `stream: true` server-sent events, each `data: {...}`, then `data: [DONE]`."
+        responses["200"] = {"description": words, "content": shapes}
         headers = [{"in": "header", "name": n, "schema": s, "description": text, "required": False} for n, s, text in _HEADERS]
         operation["parameters"] = [*operation.get("parameters", []), *headers]
 
