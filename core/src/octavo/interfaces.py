@@ -657,7 +657,8 @@ class ModelFacts:
     """What the engine reads off a model config: geometry for pool, limits and attention. ropes are every RoPE of the
     model once: where one depends on a sequence's length, its variant is part of the prefix-cache key. mlp_weights: the
     weights of all MLPs and experts; mlp_values: the values that a token's MLP or experts hold at most during a step; 0: those of
-    one dense gated MLP a layer, of the config's intermediate_size."""
+    one dense gated MLP a layer, of the config's intermediate_size. attention_weights: the weights of all attention blocks;
+    0: those of layers' heads projected from the hidden state and back."""
 
     architecture: str
     vocab_size: int
@@ -669,6 +670,7 @@ class ModelFacts:
     ropes: tuple[RopeConfig, ...] = ()
     mlp_weights: int = 0
     mlp_values: int = 0
+    attention_weights: int = 0
 
 
 class ModelAdapter(Protocol):

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 MAX_WASTE = 0.125
 """Share of pages that may belong to no layer, because a group is shorter than the others."""
 
-MAX_BLOCK_SCALE = 64
-"""A group's block may be at most this many times longer than the block size that was asked for."""
+MAX_BLOCK_SCALE = 512
+"""A group's block may be at most this many times longer than the block size that was asked for. (An entry for 128 tokens
+beside the projections that it is made of, as DeepSeek V4 keeps them, is 512 times smaller.)"""
 
 ALIGNMENT = 128
 """Bytes that a tensor's start is aligned to on the CPU: two cache lines."""

@@ -91,6 +91,8 @@ def linear_parameters(facts: ModelFacts, config: Mapping[str, Any]) -> int:
     hidden = facts.hidden_size
     intermediate = int(config.get("intermediate_size") or 4 * hidden)
     parameters = facts.mlp_weights or len(facts.layers) * 3 * hidden * intermediate
+    if facts.attention_weights:
+        return parameters + facts.attention_weights
     for layer in facts.layers:
         query, value = layer.num_heads * layer.k_dim, layer.num_heads * layer.v_dim
         key_value = layer.num_kv_heads * (layer.k_dim + layer.v_dim)
