@@ -512,10 +512,8 @@ def test_state_routes(client: httpx.Client) -> None:
     assert set(client.get("/load").json()) == {"server_load", "running", "waiting", "kv_cache_usage"}
     assert client.get("/version").json()["version"]
     schema = client.get("/openapi.json").json()
-    assert (
-        "prompt"
-        in schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    )
+    body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    assert "prompt" in schema["components"]["schemas"][body.rsplit("/", 1)[1]]["properties"]
 
 
 def test_metrics_count_requests_and_hold_no_text_of_clients(client: httpx.Client) -> None:
