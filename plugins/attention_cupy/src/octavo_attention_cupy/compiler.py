@@ -24,6 +24,7 @@ HEADERS = (
     "integers.cuh",
     "layout.cuh",
     "prefill_args.cuh",
+    "prefill_hopper_copy.cuh",
     "ptx.cuh",
     "wgmma.cuh",
     "work.cuh",

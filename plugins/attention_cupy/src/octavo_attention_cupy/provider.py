@@ -18,7 +18,7 @@ class CupyOptions(Options):
     """Options of the CUDA attention backend (config key ``plugins.attention.cupy``)."""
 
     prefill: Literal["auto", "portable"] = Field(
-        "auto", description="Prefill kernel; auto takes wgmma on capability 9.0 for 16-bit caches of dim 64 or 128."
+        "auto", description="Prefill kernel; auto takes wgmma on capability 9.0 for dims 64 and 128."
     )
     cache_dir: Path | None = Field(
         None, description="Where compiled kernels are kept; default: octavo/cupy under XDG_CACHE_HOME."

@@ -82,8 +82,11 @@ class PrefillChoice:
 
 def prefill_choice(*, k_dim: int, v_dim: int, element: int, shared_block: int, hopper: bool) -> PrefillChoice:
     """hopper: capability 9.0. Raises ValueError if two tiles of 64 tokens do not fit in shared memory."""
-    if hopper and element == 2 and k_dim == v_dim and k_dim in (64, 128):
-        return PrefillChoice("prefill_hopper", 128, 384, 2 * 128 * (2 * k_dim + v_dim) * 2 + 96, {})
+    if hopper and k_dim == v_dim and k_dim in (64, 128):
+        # Queries (two sets, or one where FP8 bytes need the room), two tiles of 16-bit K and V, two of bytes, and barriers.
+        fp8 = element == 1
+        shared = (1 if fp8 else 2) * 128 * k_dim * 2 + 2 * 128 * (k_dim + v_dim) * (3 if fp8 else 2) + 64 + 160
+        return PrefillChoice("prefill_hopper", 128, 512 if fp8 else 384, shared, {})
     shared = 2 * 64 * (k_dim + v_dim) * element + 64 * k_dim * 2 + 16 + 64 * 4
     if shared > shared_block:
         raise ValueError(

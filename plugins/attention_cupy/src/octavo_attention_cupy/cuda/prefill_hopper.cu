@@ -1,119 +1,14 @@
-// Paged prefill on Hopper: 16-bit caches whose rows are one or two panels of 128 bytes (dim 64 or 128).
+// Paged prefill on Hopper: caches of dim 64 or 128, 16-bit or FP8.
 //
-// A block is three warpgroups. The first copies: one warp K and V, tile after tile, through bulk copies; the others queries, one
-// item ahead. The other two multiply, 64 matrix rows each: the scores of the next tile are under way while the softmax of this
-// one is computed, and products with V take their weights from registers. Blocks stay and walk over a list of items (a tile of
-// new tokens times a KV head), longest first.
+// A block is one warpgroup that copies, one more that converts if the cache is FP8, and two that multiply, 64 matrix rows each: the
+// scores of the next tile are under way while the softmax of this one is computed, and products with V take their weights from
+// registers. Blocks stay and walk over a list of items.
 //
-// Compiled for: BF16, KV_BYTES (2), E5M2 (0), K_DIM, V_DIM, SOFTCAP.
-#include "layout.cuh"
-#include "prefill_args.cuh"
-#include "wgmma.cuh"
+// Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM, SOFTCAP.
+#include "prefill_hopper_copy.cuh"
 
-constexpr int ROWS = 128, TOKENS = 128, STAGES = 2;
 constexpr int K_STEPS = K_DIM / 16;
-constexpr int PANEL = 128;                    // bytes
-constexpr int K_PANEL = TOKENS * PANEL;       // bytes of a panel of a tile; of queries too, which have as many rows
-constexpr int Q_BYTES = ROWS * K_DIM * 2;
-constexpr int K_BYTES = TOKENS * KRows::BYTES, V_BYTES = TOKENS * VRows::BYTES;
-constexpr int LOADERS = 96;                   // threads that copy queries
-constexpr int WARPS = 8;                      // that multiply
-static_assert(KRows::PANEL == PANEL && VRows::PANEL == PANEL && ROWS == TOKENS, "rows are whole panels of 128 bytes");
-
-struct Shared {
-    u8 q[2][Q_BYTES];
-    u8 k[STAGES][K_BYTES];
-    u8 v[STAGES][V_BYTES];
-    u64 q_full[2], q_empty[2], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-};
-
-// A place in a ring of two, and the parity with which its barriers are waited for.
-struct Turn {
-    int place = 0, parity = 0;
-    DEVICE void next() {
-        place ^= 1;
-        if (place == 0) parity ^= 1;
-    }
-};
-
-struct Item {
-    PrefillTile tile;
-    int head;         // KV head
-    int low;          // first token that any row sees
-    int first, last;  // KV tiles
-};
-
-DEVICE bool item_at(const PrefillArgs& a, int index, Item& item) {
-    int tile = index / a.kv_heads;
-    if (tile >= a.count) return false;
-    item.tile = a.tiles[tile];
-    item.head = index - tile * a.kv_heads;
-    item.low = a.window > 0 ? max(item.tile.position - a.window + 1, 0) : 0;
-    item.first = item.low / TOKENS;
-    item.last = ceil_div(item.tile.position + item.tile.tokens, TOKENS);
-    return true;
-}
-
-// ---------------------------------------------------------------- copying
-
-DEVICE void copy_keys_and_values(const PrefillArgs& a, Shared& shared) {
-    int lane = threadIdx.x % 32, run = TOKENS;
-    while (a.page % run) run /= 2;
-    Item item;
-    Turn turn;
-    for (int index = blockIdx.x; item_at(a, index, item); index += gridDim.x) {
-        int high = item.tile.position + item.tile.tokens;
-        for (int j = item.first; j < item.last; ++j, turn.next()) {
-            int token = j * TOKENS + lane * run, column = token / a.page, slot = token - column * a.page;
-            bool held = lane * run < TOKENS && token < high && token + run > item.low;
-            int id = held ? __ldg(a.table + item.tile.table_row * a.table_row + column) : -1;
-            held = id >= 0;
-            int runs = __popc(__ballot_sync(~0u, held));
-            const u8* from = a.cache + id * a.page_bytes;
-            const u8* k = from + k_offset(a.page, item.head, slot);
-            const u8* v = from + v_offset(a.page, item.head, slot);
-            u32 to = lane * run * PANEL, full = shared_address(&shared.k_full[turn.place]);
-            barrier_wait(shared_address(&shared.k_empty[turn.place]), turn.parity ^ 1);
-            if (lane == 0) barrier_expect(full, runs * run * KRows::BYTES);
-            __syncwarp();
-            if (held)
-                for (int p = 0; p < KRows::PANELS; ++p)
-                    bulk_copy(shared_address(shared.k[turn.place]) + p * K_PANEL + to, k + p * a.page * PANEL, run * PANEL, full);
-            full = shared_address(&shared.v_full[turn.place]);
-            barrier_wait(shared_address(&shared.v_empty[turn.place]), turn.parity ^ 1);
-            if (lane == 0) barrier_expect(full, runs * run * VRows::BYTES);
-            __syncwarp();
-            if (held)
-                for (int p = 0; p < VRows::PANELS; ++p)
-                    bulk_copy(shared_address(shared.v[turn.place]) + p * K_PANEL + to, v + p * a.page * PANEL, run * PANEL, full);
-        }
-    }
-}
-
-// Queries of an item as rows: token times query head of the group. Rows beyond the tile are zero.
-DEVICE void copy_queries(const PrefillArgs& a, Shared& shared) {
-    constexpr int CHUNKS = K_DIM / 8;
-    Item item;
-    Turn turn;
-    for (int index = blockIdx.x; item_at(a, index, item); index += gridDim.x, turn.next()) {
-        barrier_wait(shared_address(&shared.q_empty[turn.place]), turn.parity ^ 1);
-        u32 to = shared_address(shared.q[turn.place]);
-        for (int i = threadIdx.x - 32; i < ROWS * CHUNKS; i += LOADERS) {
-            int row = i / CHUNKS, chunk = i % CHUNKS, token = row / a.group, head = row - token * a.group;
-            u32 place = to + KRows::at(ROWS, row, chunk);
-            if (token < item.tile.tokens)
-                copy_16_bytes(place, a.q + (item.tile.token + token) * a.q_token + (item.head * a.group + head) * a.q_head + chunk * 8);
-            else
-                zero_16_bytes(place);
-        }
-        copies_commit();
-        copies_wait<0>();
-        fence_copy_engine();
-        barrier_arrive(shared_address(&shared.q_full[turn.place]));
-    }
-}
-
-// ---------------------------------------------------------------- multiplying
+constexpr int THREADS = FP8 ? 512 : 384;
 
 // What a thread keeps of its two matrix rows, 4 lanes a row: rows g and g + 8 of its warp's 16.
 struct RowState {
@@ -126,7 +21,7 @@ DEVICE void issue_scores(float (&s)[64], u32 queries, u32 keys) {
     products_begin();
 #pragma unroll
     for (int k = 0; k < K_STEPS; ++k) {
-        u32 at = k / 4 * K_PANEL + k % 4 * 32;
+        u32 at = k / 4 * TILE_PANEL + k % 4 * 32;
         product_shared<BF16>(s, matrix_descriptor(queries + at, 1024, 16), matrix_descriptor(keys + at, 1024, 16), k > 0);
     }
     products_commit();
@@ -139,7 +34,7 @@ DEVICE void issue_values(float (&acc)[V_DIM / 2], u32 (&p)[32], u32 values) {
 #pragma unroll
     for (int k = 0; k < TOKENS / 16; ++k)
         product_registers<BF16>(acc, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
-                                matrix_descriptor(values + k * 16 * PANEL, 1024, K_PANEL));
+                                matrix_descriptor(values + k * 16 * PANEL, 1024, TILE_PANEL));
     products_commit();
 }
 
@@ -188,15 +83,15 @@ DEVICE void pack_weights(u32 (&p)[32], const float (&s)[64]) {
 
 // Rows of V that are not this row's may be NaN, which a weight of zero would not silence. Both warpgroups clear them together.
 DEVICE void clear_values(Shared& shared, int place, int token, int low, int end) {
-    for (int i = threadIdx.x - 128; i < TOKENS * VRows::CHUNKS; i += 256) {
-        int row = i / VRows::CHUNKS, at = token + row;
-        if (at < low || at >= end) zero_16_bytes(shared_address(shared.v[place]) + VRows::at(TOKENS, row, i % VRows::CHUNKS));
+    for (int i = threadIdx.x - 128; i < TOKENS * V_DIM / 8; i += 256) {
+        int row = i / (V_DIM / 8), at = token + row;
+        if (at < low || at >= end) zero_16_bytes(shared_address(shared.v[place]) + wide_at(row, i % (V_DIM / 8)));
     }
     fence_copy_engine();
     asm volatile("bar.sync 1, 256;" ::: "memory");
 }
 
-DEVICE void wait_for_values(Shared& shared, const Item& item, const Turn& value, int token) {
+DEVICE void wait_for_values(Shared& shared, const Item& item, const Turn<STAGES>& value, int token) {
     barrier_wait(shared_address(&shared.v_full[value.place]), value.parity);
     if (token < item.low || token + TOKENS > item.tile.end) clear_values(shared, value.place, token, item.low, item.tile.end);
 }
@@ -236,7 +131,8 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
     int first_row = group * 64 + warp * 16 + g;
     Item item;
-    Turn query, key, value;
+    Turn<Q_STAGES> query;
+    Turn<STAGES> key, value;
     float acc[V_DIM / 2], s[64];
     u32 p[32];
     for (int index = blockIdx.x; item_at(a, index, item); index += gridDim.x, query.next()) {
@@ -294,34 +190,24 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) prefill_hopper(const __grid_constant__ PrefillArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_hopper(const __grid_constant__ PrefillArgs a) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *(Shared*)memory;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; ++i) {
-            barrier_init(shared_address(&shared.q_full[i]), LOADERS);
-            barrier_init(shared_address(&shared.q_empty[i]), WARPS);
-        }
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&shared.k_full[i]), 1);
-            barrier_init(shared_address(&shared.v_full[i]), 1);
-            barrier_init(shared_address(&shared.k_empty[i]), WARPS);
-            barrier_init(shared_address(&shared.v_empty[i]), WARPS);
-        }
-        barrier_init_visible();
-        fence_copy_engine();
-    }
+    if (threadIdx.x == 0) init_barriers(shared);
     __syncthreads();
     wait_for_predecessor();
     release_successor();
     if (threadIdx.x < 128) {
-        give_registers<72>();
+        give_registers<FP8 ? 48 : 72>();
         if (threadIdx.x < 32)
             copy_keys_and_values(a, shared);
         else
             copy_queries(a, shared);
-    } else {
-        take_registers<216>();
+    } else if (threadIdx.x < 384) {
+        take_registers<FP8 ? 208 : 216>();
         multiply(a, shared);
+    } else {
+        give_registers<48>();
+        convert_keys_and_values(a, shared);
     }
 }
