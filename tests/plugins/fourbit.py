@@ -5,6 +5,7 @@ A matrix is q and z in 0..15 and s: w = (q - z) * s. `LAYOUTS` writes it as each
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def gemm(m: Integers) -> dict[str, Tensor]:
 
 def gemv(m: Integers) -> dict[str, Tensor]:
     multiple = {128: 1, 64: 2, 32: 4}.get(m.group, 1)
-    width = -(-(-(-m.z.shape[1] // 8)) // multiple) * multiple
+    width = math.ceil(math.ceil(m.z.shape[1] / 8) / multiple) * multiple
     return {
         "qweight": words(m.q),
         "qzeros": words(padded(m.z, 8 * width)),
@@ -123,7 +124,14 @@ def awq_config(version: str) -> Callable[[int], dict[str, object]]:
 
 def packed_config(symmetric: bool) -> Callable[[int], dict[str, object]]:
     def config(group: int) -> dict[str, object]:
-        weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "dynamic": False, "strategy": "group", "group_size": group}
+        weights = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": symmetric,
+            "dynamic": False,
+            "strategy": "group",
+            "group_size": group,
+        }
         if group == -1:
             weights |= {"strategy": "channel", "group_size": None}
         return {
@@ -140,7 +148,43 @@ def packed_config(symmetric: bool) -> Callable[[int], dict[str, object]]:
 LAYOUTS = {
     "gemm": Layout(gemm, False, awq_config("gemm")),
     "gemv": Layout(gemv, False, awq_config("gemv")),
-    "gptq": Layout(gptq, True, lambda group: {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "desc_act": False}),
+    "gptq": Layout(
+        gptq, True, lambda group: {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "desc_act": False}
+    ),
     "packed": Layout(packed, True, packed_config(True)),
     "packed-asymmetric": Layout(packed_asymmetric, False, packed_config(False)),
 }
+
+
+def quantised(
+    weights: Mapping[str, Tensor], layout: Layout, group: int, plain: tuple[str, ...] = ()
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A whole model's tensors with its projections stored in `layout` but for modules that contain one of `plain`; and the
+    same model with the weights that they stand for, float32."""
+    stored: dict[str, Tensor] = {}
+    stands_for: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if not name.endswith("_proj.weight") or any(part in name for part in plain):
+            stored[name] = stands_for[name] = tensor
+            continue
+        made = layout.store(group)(tensor)
+        stored |= {f"{name.removesuffix('.weight')}.{end}": t.contiguous() for end, t in made.tensors.items()}
+        stands_for[name] = made.weight.to(torch.float32)
+    return stored, stands_for
+
+
+class Installed:
+    """The plugin as pip leaves it: its package and its dist-info on the path, for as long as the context lasts."""
+
+    def __init__(self, site: Path) -> None:
+        self._site = site
+
+    def __enter__(self) -> None:
+        info = self._site / "octavo_quant_awq-0.1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: octavo-quant-awq\nVersion: 0.1.0\n")
+        (info / "entry_points.txt").write_text("[octavo]\nquant_awq = octavo_quant_awq\n")
+        sys.path.insert(0, str(self._site))
+
+    def __exit__(self, *error: object) -> None:
+        sys.path.remove(str(self._site))

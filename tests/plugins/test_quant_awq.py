@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from octavo.catalog import Device
 from octavo.testing.quantizer import QuantizerSuite, QuantizerTarget
 

@@ -6,14 +6,17 @@ created from exactly the Decision that `octavo plugins explain` prints.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
+import secrets
 import time
 from collections.abc import Callable
 
 import torch
 
 from octavo.attention.layer import PagedAttention
+from octavo.cache import prefix
 from octavo.cache.pool import Pool
 from octavo.cache.swap import make_swap_space
 from octavo.catalog import Catalog
@@ -102,8 +105,14 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     )
     stream = random.Random(plan.config.seed)
 
+    load = secrets.token_hex(8)  # of this load of the model: another's K/V is not ours, whatever its name
+
+    @functools.cache
+    def salted(variant: str) -> str:
+        return prefix.salt({"load": load, "rope": variant})
+
     def salt(bound: int) -> str:
-        return variants(plan.facts.ropes, bound)
+        return salted(variants(plan.facts.ropes, bound))
 
     scheduler = plan.scheduler.create(
         SchedulerParts(
@@ -152,7 +161,12 @@ def _runner(
         swap=make_swap_space(pool, plan.host_slots) if plan.host_slots or plan.elastic else None,
         decode_inputs=operators.find("decode_inputs"),
     )
-    if device.type == "cuda" and backend.graphs != "none" and getattr(model, "capturable", True) and not plan.config.enforce_eager:
+    if (
+        device.type == "cuda"
+        and backend.graphs != "none"
+        and getattr(model, "capturable", True)
+        and not plan.config.enforce_eager
+    ):
         runner.use_graphs()
     return runner
 
@@ -253,7 +267,8 @@ def _no_experts(quantizer: str) -> Callable[..., Experts]:
 def _valid_vocab(plan: Plan) -> int | None:
     """One past the largest id that the tokenizer knows: logits past it are padding, never sampled. None
     where the model has no tokenizer (random weights, token ids in and out)."""
-    if plan.source.kind == "folder" and not (plan.source.path / "tokenizer.json").is_file():
+    folder = plan.source.text_path or plan.source.path
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
         return None
     files = load_tokenizer_files(plan.source)
     return min(max(files.tokenizer.get_vocab(with_added_tokens=True).values()) + 1, plan.facts.vocab_size)

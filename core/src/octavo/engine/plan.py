@@ -347,7 +347,7 @@ def _checkpoint(config: EngineConfig, source: ModelSource, why: dict[str, str]) 
         raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: is not a checkpoint of {source.name}: {', '.join(differ)}")
     why["weights"] = f"--awq-ckpt-path {config.awq_ckpt_path}"
     ends = {"eos_token_id": list(source.eos_token_ids())}
-    return replace(found, name=source.name, generation_config={**source.generation_config, **ends})
+    return replace(found, name=source.name, generation_config={**source.generation_config, **ends}, text_path=source.path)
 
 
 def _quantizer(config: EngineConfig, catalog: Catalog, source: ModelSource, architecture: str, needs: Any) -> Decision:

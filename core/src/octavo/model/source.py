@@ -32,7 +32,7 @@ class ModelSource:
 
     path: the folder or the GGUF file. name: what clients call it unless told otherwise. config: in
     the form of config.json, also for GGUF. generation_config, quantization_config: {} where absent.
-    revision: the hub's commit, None for local files.
+    revision: the hub's commit, None for local files. text_path: the folder or GGUF file of the tokenizer; None: path.
     """
 
     kind: Literal["folder", "gguf"]
@@ -42,6 +42,7 @@ class ModelSource:
     generation_config: dict[str, Any] = field(default_factory=dict)
     quantization_config: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
+    text_path: Path | None = None
 
     @property
     def architecture(self) -> str:

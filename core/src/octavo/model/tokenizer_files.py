@@ -58,7 +58,7 @@ def load_tokenizer_files(source: ModelSource | str | Path) -> TokenizerFiles:
 
     LoadError, naming the file, if there is no tokenizer.json or if a file is damaged.
     """
-    path = Path(source) if isinstance(source, (str, Path)) else source.path
+    path = Path(source) if isinstance(source, (str, Path)) else source.text_path or source.path
     return _from_gguf(path) if path.is_file() else _from_folder(path)
 
 

@@ -97,7 +97,7 @@ class GpuMatrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, rows]. Waits for nothing; may be captured."""
-        if self._few.takes(len(x)):
+        if len(x) <= self._few.limit:
             return self._few(x)
         step = max(1, SCRATCH // self._inputs)
         if step >= self._rows:
@@ -110,8 +110,5 @@ class GpuMatrix:
 
     def weights(self, start: int, stop: int) -> Tensor:
         """w [stop - start, inputs] in the model's dtype."""
-        from octavo_quant_awq.kernels.triton_gemm import dequantise
-
-        assert self.scales is not None
         out = torch.empty(stop - start, self._inputs, dtype=self._dtype, device=self._device)
-        return dequantise(self.words, self.scales, self.zeros, out, first=start, sub=self.sub, group_step=self.step)
+        return self._few.dequantise(out, start)

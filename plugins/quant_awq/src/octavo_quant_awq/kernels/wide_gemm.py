@@ -16,6 +16,11 @@ from torch import Tensor
 from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_source
 from octavo_quant_awq.kernels.cuda_gemm import Variant
 
+MAX_ROWS = 512
+"""Rows up to which it beats dequantising and cuBLAS."""
+TOKENS = (32, 64, 128)
+"""Rows of x that an instruction may take."""
+
 
 @dataclass(frozen=True, slots=True)
 class WideShape:
@@ -44,6 +49,15 @@ class WideFunctions:
     arrange: CudaFunction
     multiply: CudaFunction
     dequantise: CudaFunction
+
+
+def choose_shape(m: int, rows: int, inputs: int) -> WideShape:
+    """The shape for m rows of x times a matrix [rows, inputs]."""
+    tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
+    strips, blocks, cluster = -(-rows // 128) * -(-m // tokens), -(-inputs // 128), 1
+    while cluster < 4 and strips * cluster < 100 and 4 * cluster <= blocks:
+        cluster *= 2
+    return WideShape(tokens, 2, 4 if tokens < 128 else 3, cluster)
 
 
 def supported(device: torch.device) -> bool:

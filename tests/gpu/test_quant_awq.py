@@ -1,0 +1,116 @@
+"""quant_awq on a GPU: every checkpoint layout through the conformance suite of quantizers on either kernel, and what loading holds."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no CUDA device", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed")
+
+from octavo.bench.kernel import cuda_device
+from octavo.testing.quantizer import QuantizerSuite, QuantizerTarget, random_weight
+
+from tests.plugins.fourbit import LAYOUTS
+
+pytestmark = pytest.mark.gpu
+
+
+def target(layout: str, group: int, dtypes: tuple[str, ...], kernel: str = "cuda") -> QuantizerTarget:
+    from octavo_quant_awq import provider
+
+    made = LAYOUTS[layout]
+    config = made.config(group)
+    by_method = {"awq": provider.awq, "gptq": provider.gptq, "compressed-tensors": provider.pack_quantized}
+    return QuantizerTarget(
+        by_method[str(config["quant_method"])],
+        cuda_device(),
+        dtypes,
+        made.store(group),
+        config,
+        options=provider.FourBitOptions(kernel=kernel),  # type: ignore[arg-type]
+        inputs_multiple=max(group, 8),
+    )
+
+
+class TestGemm128(QuantizerSuite):
+    target = target("gemm", 128, ("bfloat16", "float16"))
+
+
+class TestGemv64(QuantizerSuite):
+    target = target("gemv", 64, ("bfloat16",))
+
+
+class TestGptq32(QuantizerSuite):
+    target = target("gptq", 32, ("float16",))
+
+
+class TestPackedWhole(QuantizerSuite):
+    target = target("packed", -1, ("bfloat16",))
+
+
+class TestPackedAsymmetric32(QuantizerSuite):
+    target = target("packed-asymmetric", 32, ("bfloat16",))
+
+
+class TestTritonGemm128(QuantizerSuite):
+    target = target("gemm", 128, ("bfloat16",), "triton")
+
+
+class TestTritonPacked32(QuantizerSuite):
+    target = target("packed-asymmetric", 32, ("float16",), "triton")
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 4096), (1536, 576), (14336, 1024), (576, 1536)])
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
+def test_both_kernels_at_the_shapes_of_models(inputs: int, outputs: int, kernel: str) -> None:
+    """Every number of rows about the borders between kernels; cut K, clusters and padded tokens among them."""
+    from octavo_quant_awq.gpu import GpuMatrix
+
+    from tests.plugins.fourbit import rounded
+
+    integers = rounded(random_weight(outputs, inputs), 64)
+    matrix = GpuMatrix(
+        outputs, inputs, 64, zeros=True, bias=False, dtype=torch.bfloat16, device=torch.device("cuda", 0), kernel=kernel  # type: ignore[arg-type]
+    )  # fmt: skip
+    q, z, s = (torch.from_numpy(part).cuda() for part in (integers.q, integers.z, integers.s))
+    matrix.put_q(0, q.to(torch.uint8))
+    matrix.put_zeros(0, z.to(torch.uint8))
+    matrix.put_scales(0, s)
+    matrix.finish()
+    weight = integers.weight.cuda()
+    assert torch.equal(matrix.weights(0, outputs), weight.bfloat16())
+    assert torch.equal(matrix.weights(37, outputs), weight[37:].bfloat16())
+    for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 512, 513):
+        x = torch.randn(rows, inputs, device="cuda").bfloat16()
+        right = x.double() @ weight.T
+        error = float((matrix(x).double() - right).norm() / right.norm())
+        assert error < 4e-3, f"{rows} rows: off by {error:.1e}"
+
+
+def test_loading_holds_no_more_than_a_tenth_besides() -> None:
+    """Tensors come one at a time, as the loader brings them; the highest use of memory against what stays."""
+    from octavo.interfaces import QuantizerParts
+    from octavo.model.loader import WeightTable
+    from octavo_quant_awq.provider import FourBitOptions
+    from octavo_quant_awq.quantizer import AwqQuantizer
+
+    table = WeightTable()
+    quantizer = AwqQuantizer(FourBitOptions(), QuantizerParts(cuda_device(), "bfloat16", {}, table))
+    linears = [quantizer.linear(f"m.{i}", 4096, {"gate_proj": 14336, "up_proj": 14336}) for i in range(8)]
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for name, shape, dtype in table.wanted("bfloat16"):
+        kind = getattr(torch, dtype)
+        made = torch.randint(0, 2**30, shape, dtype=kind) if kind == torch.int32 else torch.full(shape, 0.01, dtype=kind)
+        table.fill(name, made)
+    for linear in linears:
+        linear.finish()
+    final, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    assert final <= 8 * 4096 * 28672 * 2 * 0.27, "the weights take more than 27% of bfloat16"
+    assert peak <= 1.1 * final, f"the highest use is {peak / final:.2f} of what stays"
