@@ -1,0 +1,280 @@
+"""A soak of the real server on the CPU: random clients for a long time, then nothing may be left.
+
+    python benchmarks/soak.py --minutes 30 [--out soak.json]
+
+Starts `octavo serve` on a tiny random model with a KV cache that is much too small, swap space, priorities, a pool
+that changes its size, and pins. Clients of two tenants stream, do not stream, ask for several samples, share
+prefixes, and go away in the middle, at random. Meanwhile an operator warms, pins, unpins and forgets prefixes.
+
+Checked while it runs: a probe always gets the tokens that it got first; every answer is whole. Checked at the end:
+nothing runs or waits, every block is free again, no parcel is left in host memory, and the memory of both
+processes is flat (the last quarter against the second: the first is the allocators' warming up).
+The exit status says whether all held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+KEYS, ADMIN = ("soak-first-tenant", "soak-second-tenant"), "soak-administrator"
+CONTEXT = 512
+BLOCKS = 72
+FLAGS = (
+    *("--port", "0", "--served-model-name", "soak", "--admin-api-key", ADMIN, "--num-threads", "1"),
+    *("--block-size", "16", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "8", "--max-num-batched-tokens", "128"),
+    *("--swap-space", "0.001", "--preemption-mode", "swap", "--scheduling-policy", "priority", "--min-priority", "-3"),
+    *("--dynamic-memory", "--dynamic-memory-interval", "3", "--disable-log-requests"),
+    *(flag for key in KEYS for flag in ("--api-key", key)),
+)
+PREFIXES = ["The library opens at nine. ", "A list of birds that were seen this year: ", "Once upon a time "]
+FLAT_MIB = 12.0
+"""Growth of a process between the second and the last quarter that still counts as flat: arenas and caches breathe."""
+
+
+class Soak:
+    """Clients and their counts. url of the server; pause: mean seconds that a client waits between two requests."""
+
+    def __init__(self, url: str, pause: float, seed: int) -> None:
+        self.url, self.pause = url, pause
+        self.random = random.Random(seed)
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.faults: list[str] = []
+        self.probe: str | None = None
+
+    def client(self, key: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+    async def person(self, end: float) -> None:
+        """One client after another, until the end."""
+        while time.monotonic() < end:
+            await asyncio.sleep(self.random.expovariate(1 / self.pause))
+            key = self.random.choice(KEYS)
+            act = self.random.choice(
+                [self.whole, self.stream, self.stream, self.leave_stream, self.leave_stream, self.leave_whole]
+            )
+            try:
+                async with self.client(key) as client:
+                    await act(client)
+                self.counts[act.__name__] += 1
+            except Exception as error:
+                self.fault(f"{act.__name__}: {type(error).__name__}: {error}")
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        prompt = self.random.choice(PREFIXES) * self.random.randint(1, 8) + str(self.random.random())
+        samples = self.random.choice([1, 1, 1, 3])
+        return {
+            "model": "soak",
+            "prompt": prompt,
+            "max_tokens": self.random.randint(1, 150),
+            "ignore_eos": True,
+            "temperature": self.random.choice([0.0, 1.0]),
+            "n": samples,
+            "priority": self.random.randint(-3, 3),
+            **more,
+        }
+
+    async def whole(self, client: httpx.AsyncClient) -> None:
+        body = self.body()
+        response = await client.post("/v1/completions", json=body)
+        response.raise_for_status()
+        answer = response.json()
+        assert len(answer["choices"]) == body["n"]
+        assert answer["usage"]["completion_tokens"] == body["n"] * body["max_tokens"], answer["usage"]
+
+    async def stream(self, client: httpx.AsyncClient) -> None:
+        lines = [line async for line in self.lines(client, self.body())]
+        assert lines[-1] == "data: [DONE]", lines[-1]
+
+    async def leave_stream(self, client: httpx.AsyncClient) -> None:
+        left = self.random.randint(1, 12)
+        async for _ in self.lines(client, self.body(max_tokens=150)):
+            left -= 1
+            if not left:
+                return
+
+    async def leave_whole(self, client: httpx.AsyncClient) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(client.post("/v1/completions", json=self.body(max_tokens=150)), self.random.uniform(0.01, 0.5))
+
+    async def lines(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
+        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line:
+                    yield line
+
+    async def prober(self, end: float) -> None:
+        """The same greedy request, again and again, whatever else runs."""
+        body = {"model": "soak", "prompt": "A probe of forty tokens.", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        async with self.client(KEYS[0]) as client:
+            while time.monotonic() < end:
+                text = (await client.post("/v1/completions", json=body)).raise_for_status().json()["choices"][0]["text"]
+                self.probe = self.probe or text
+                if text != self.probe:
+                    self.fault(f"the probe's answer changed from {self.probe!r} to {text!r}")
+                self.counts["probe"] += 1
+                await asyncio.sleep(5 * self.pause)
+
+    async def operator(self, end: float) -> None:
+        async with self.client(ADMIN) as client:
+            while time.monotonic() < end:
+                await asyncio.sleep(self.random.expovariate(1 / (20 * self.pause)))
+                action = self.random.choice(["warm", "pin", "unpin", "pin", "unpin", "reset"])
+                if action == "reset":
+                    answer = await client.delete("/admin/prefix-cache")
+                else:
+                    text = self.random.choice(PREFIXES) * self.random.randint(2, 6)
+                    answer = await client.post("/admin/prefix-cache", json={"action": action, "prefixes": [text]})
+                if answer.status_code != 200:
+                    self.fault(f"operator {action}: {answer.status_code} {answer.text[:200]}")
+                self.counts["operator"] += 1
+
+    def fault(self, what: str) -> None:
+        self.counts["faults"] += 1
+        if len(self.faults) < 20:
+            self.faults.append(what)
+
+    def ask(self, path: str, method: str = "GET") -> Any:
+        response = httpx.request(method, self.url + path, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=30)
+        return response.raise_for_status().json()
+
+
+async def watch(processes: dict[str, psutil.Process], end: float) -> dict[str, list[float]]:
+    """Resident memory of each process in MiB, every second."""
+    seen: dict[str, list[float]] = {name: [] for name in processes}
+    while time.monotonic() < end:
+        for name, process in processes.items():
+            seen[name].append(process.memory_info().rss / 2**20)
+        await asyncio.sleep(1)
+    return seen
+
+
+async def drive(soak: Soak, seconds: float, clients: int, processes: dict[str, psutil.Process]) -> dict[str, list[float]]:
+    end = time.monotonic() + seconds
+    people = [soak.person(end) for _ in range(clients)]
+    *_, memory = await asyncio.gather(*people, soak.prober(end), soak.operator(end), watch(processes, end))
+    return memory
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--pause", type=float, default=0.3, help="mean seconds between two requests of a client")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    from tests.tiny import tiny_llama
+
+    with tempfile.TemporaryDirectory(prefix="octavo-soak-") as folder:
+        model = tiny_llama(Path(folder) / "model", max_position_embeddings=CONTEXT)
+        log = Path(folder) / "log"
+        with log.open("wb") as out:
+            command = [sys.executable, "-m", "octavo.cli.main", "serve", str(model), *FLAGS]
+            server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            record = measure(server, log, args)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+        record["exit_status"] = server.returncode
+    record["held"] = record["held"] and server.returncode == 0
+    text = json.dumps(record, indent=1)
+    if args.out:
+        args.out.write_text(text)
+    print(text)
+    return 0 if record["held"] else 1
+
+
+def measure(server: subprocess.Popen[bytes], log: Path, args: argparse.Namespace) -> dict[str, Any]:
+    url = wait_for(server, log)
+    engine = next(child for child in psutil.Process(server.pid).children() if "octavo.engine.process" in child.cmdline())
+    processes = {"server": psutil.Process(server.pid), "engine": engine}
+    soak = Soak(url, args.pause, args.seed)
+    memory = asyncio.run(drive(soak, 60 * args.minutes, args.clients, processes))
+    stats = settle(soak)
+    cache = soak.ask("/admin/prefix-cache", "DELETE")
+    growth = {name: round(quarter(values, 3) - quarter(values, 1), 2) for name, values in memory.items()}
+    checks = {
+        "no fault": not soak.faults,
+        "nothing runs or waits": stats["running"] == stats["waiting"] == 0,
+        "every block is free": cache["used_blocks"] == cache["pinned_blocks"] == cache["cached_blocks"] == 0,
+        "no parcel is left": cache["host_parcel_slots"] == 0,
+        "memory is flat": all(value < FLAT_MIB for value in growth.values()),
+    }
+    counted = (
+        "preemptions",
+        "swapped_out",
+        "swapped_in",
+        "pool_growths",
+        "pool_shrinks",
+        "kv_alerts",
+        "generation_tokens",
+        "steps",
+    )
+    return {
+        "minutes": args.minutes,
+        "requests": dict(soak.counts),
+        "engine": {name: stats[name] for name in counted},
+        "host": {name: cache[name] for name in ("host_hits", "host_stores")},
+        "memory_mib": {name: [round(quarter(values, q), 1) for q in range(4)] for name, values in memory.items()},
+        "growth_mib": growth,
+        "checks": checks,
+        "faults": soak.faults,
+        "held": all(checks.values()),
+    }
+
+
+def quarter(values: list[float], index: int) -> float:
+    """Median of one quarter of a series."""
+    length = max(1, len(values) // 4)
+    return statistics.median(values[index * length : (index + 1) * length] or values[-1:])
+
+
+def settle(soak: Soak) -> dict[str, Any]:
+    """The engine's stats once nothing runs any more, or after ten seconds."""
+    for _ in range(100):
+        stats: dict[str, Any] = soak.ask("/admin/status")["stats"]
+        if stats["running"] == stats["waiting"] == 0:
+            break
+        time.sleep(0.1)
+    return stats
+
+
+def wait_for(server: subprocess.Popen[bytes], log: Path) -> str:
+    """The server's address, once it is ready."""
+    for _ in range(1200):
+        words = log.read_text(errors="replace")
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended with {server.returncode}:\n{words}")
+        url = next((word.rstrip(";") for word in words.split() if word.startswith("http://")), "")
+        try:
+            if url and httpx.get(url + "/ready", timeout=5).status_code == 200:
+                return url
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise SystemExit("the server was not ready within two minutes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
