@@ -141,6 +141,15 @@ def test_a_token_takes_one_latent_entry_in_each_layer() -> None:
     assert [(s.kind, s.k_dim, s.v_dim) for s in sparse.kv_specs] == [("latent", 40, 32)] * 3 + [("latent", 16, 16)] * 3
 
 
+def test_weights_are_counted_as_the_checkpoint_has_them(case: tuple[dict[str, Any], dict[str, Tensor], Tensor]) -> None:
+    """What a model of dummy weights is sized by."""
+    config, tensors, _ = case
+    facts = DeepseekAdapter(None, None).facts(config, "float32", "auto")
+    matrices = {name: tensor.numel() for name, tensor in tensors.items() if tensor.ndim == 2}
+    assert facts.attention_weights == sum(n for name, n in matrices.items() if ".self_attn." in name)
+    assert facts.mlp_weights == sum(n for name, n in matrices.items() if ".mlp." in name and ".gate.weight" not in name)
+
+
 # transformers 5.24: factor 40 with mscale_all_dim 1 and 0.707 (formats page)
 @pytest.mark.parametrize(("every", "times"), [(1.0, 1.87385), (0.707, 1.58963), (0.0, 1.0)])
 def test_yarn_stretches_the_softmax_scale_too(every: float, times: float) -> None:

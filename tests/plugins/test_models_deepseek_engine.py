@@ -121,6 +121,39 @@ def test_block_fp8_weights_give_the_tokens_of_what_they_stand_for(tmp_path: Path
     assert greedy(llm(tmp_path / "fp8", plugins=exact), [PROMPT], 12) == greedy(llm(tmp_path / "plain"), [PROMPT], 12)
 
 
+V4: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": VOCAB, "hidden_size": 48,
+    "moe_intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+    "q_lora_rank": 24, "num_experts_per_tok": 3, "n_routed_experts": 8, "n_shared_experts": 1, "max_position_embeddings": 512,
+    "sliding_window": 7, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 64, "index_head_dim": 16, "index_topk": 10,
+    "partial_rotary_factor": 0.25, "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def test_v4_finds_a_prefix_again_with_everything_that_its_layers_kept_of_it(tmp_path: Path, installed: None) -> None:
+    """Windows, entries, and the projections of windows that were open: and gives them back, and computes them again."""
+    right = transformers_model(V4)
+    right.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(V4))
+    write_text_files(tmp_path)
+    common = [5 + (7 * i) % 500 for i in range(300)]
+    prompts = [common, [*common[:290], 9, 8, 7], common[:3]]
+    with torch.inference_mode():
+        expected = [
+            right.generate(torch.tensor([p]), max_new_tokens=10, min_new_tokens=10, do_sample=False)[0, len(p) :].tolist()
+            for p in prompts
+        ]
+    common_options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 400}
+    engine = LLM(str(tmp_path), **common_options)
+    assert greedy(engine, prompts[:1], 10) == expected[:1]
+    assert greedy(engine, prompts, 10) == expected
+    assert engine.engine.stats().prefix_hits >= 256, "the second prompt's first blocks were found"
+    small = LLM(str(tmp_path), **common_options, num_gpu_blocks_override=110, max_num_batched_tokens=50)
+    assert greedy(small, prompts, 10) == expected
+
+
 def test_explain_names_the_latent_group_and_what_a_token_costs(model: tuple[Path, Any]) -> None:
     folder, _ = model
     plan = plan_engine(EngineConfig(model=str(folder), dtype="bfloat16", max_model_len=160, device="cpu"), discover())

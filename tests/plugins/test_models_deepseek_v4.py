@@ -100,6 +100,15 @@ def test_rows_of_a_step_do_not_meet(case: tuple[dict[str, Any], dict[str, Tensor
     close(third, right[:2])
 
 
+def test_weights_are_counted_as_the_checkpoint_has_them(case: tuple[dict[str, Any], dict[str, Tensor], Tensor]) -> None:
+    """What a model of dummy weights is sized by."""
+    config, tensors, _ = case
+    facts = V4Adapter(None, None).facts(config, "float32", "auto")
+    matrices = {name: tensor.numel() for name, tensor in tensors.items() if tensor.ndim == 2 and not name.endswith(".ape")}
+    assert facts.attention_weights == sum(n for name, n in matrices.items() if ".attn." in name)
+    assert facts.mlp_weights == sum(n for name, n in matrices.items() if ".ffn." in name and ".gate." not in name)
+
+
 def test_both_kinds_of_names_are_read_and_nothing_is_left_over() -> None:
     adapter = V4Adapter(None, None)
     pairs = {

@@ -34,6 +34,9 @@ class DeepseekAdapter:
             kv_specs=tuple(KVSpec("latent", 1, layer.k_dim, layer.v_dim, kv_dtype) for layer in layers),
             tied_head=model.tied_head,
             ropes=(model.rope,),
+            mlp_weights=model.mlp_weights,
+            mlp_values=model.mlp_values,
+            attention_weights=model.attention_weights,
         )
 
     def build(self, config: Mapping[str, Any], parts: ModelParts) -> Model:

@@ -105,6 +105,36 @@ class DeepseekConfig:
         assert self.index is not None
         return AttentionLayer(number, self.index.heads, 1, self.index.dim, self.index.dim, self.index.dim**-0.5)
 
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of all MLPs and experts."""
+        total = 3 * self.hidden_size * self.intermediate_size * self.dense_layers
+        if self.experts is not None:
+            total += (
+                3
+                * self.hidden_size
+                * (self.experts.count * self.experts.inner + self.shared)
+                * (self.num_layers - self.dense_layers)
+            )
+        return total
+
+    @property
+    def mlp_values(self) -> int:
+        """Values that a token's MLP or experts hold at most during a step."""
+        mixed = 0 if self.experts is None else self.experts.top_k * self.experts.inner + self.shared
+        return 3 * max(self.intermediate_size if self.dense_layers else 0, mixed)
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of all attention blocks, indexers included; kv_b_proj stands there as what it is absorbed into."""
+        hidden, heads, head = self.hidden_size, self.num_heads, self.nope + self.rope.dim
+        query = hidden * heads * head if self.query_rank is None else self.query_rank * (hidden + heads * head)
+        keys = hidden * (self.latent + self.rope.dim) + heads * self.latent * (self.nope + self.v_dim)
+        each = query + keys + heads * self.v_dim * hidden
+        if self.index is not None and self.query_rank is not None:
+            each += self.index.heads * (self.query_rank * self.index.dim + hidden) + hidden * self.index.dim
+        return self.num_layers * each
+
     def caches(self) -> tuple[AttentionLayer, ...]:
         """Every paged cache of the model in order: the attention layers', then the indexers'."""
         layers = [self.attention_layer(i) for i in range(self.num_layers)]

@@ -41,6 +41,9 @@ class V4Adapter:
             kv_specs=tuple(cache.spec for cache in caches),
             tied_head=model.tied_head,
             ropes=model.ropes,
+            mlp_weights=model.mlp_weights,
+            mlp_values=model.mlp_values,
+            attention_weights=model.attention_weights,
         )
 
     def build(self, config: Mapping[str, Any], parts: ModelParts) -> Model:

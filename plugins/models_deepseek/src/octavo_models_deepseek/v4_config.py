@@ -78,6 +78,27 @@ class V4Config:
     max_position: int
     tied_head: bool
 
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of all experts."""
+        return 3 * self.hidden_size * (self.experts.count * self.experts.inner + self.shared) * len(self.layers)
+
+    @property
+    def mlp_values(self) -> int:
+        """Values that a token's experts hold at most during a step."""
+        return 3 * (self.experts.top_k * self.experts.inner + self.shared)
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of all attention blocks, compressors and indexers included."""
+        hidden, dim, width = self.hidden_size, self.head_dim, self.num_heads * self.head_dim
+        each = (
+            hidden * (self.query_rank + dim) + self.query_rank * width + self.output_rank * (width + self.output_groups * hidden)
+        )
+        kinds = [layer.kind for layer in self.layers]
+        index = self.index.heads * (self.query_rank * self.index.dim + hidden) + 4 * hidden * self.index.dim
+        return len(kinds) * each + kinds.count("heavy") * 2 * hidden * dim + kinds.count("sparse") * (4 * hidden * dim + index)
+
     def caches(self, dtype: str, kv_dtype: str) -> tuple[tuple[Cache, ...], ...]:
         """Of every layer its caches, numbered through. The window's keys are also its values. Of a layer that compresses, the
         projections of a window that is still open (`parts`) are a window cache of their own: an entry is made from them when
