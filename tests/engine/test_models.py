@@ -167,8 +167,9 @@ def test_an_alias_passes_over_a_target_that_is_down() -> None:
             await table.add(name, CONFIG, warm=False)
         table.set_alias("prod", {"a": 1, "b": 1})
         engines.started[1].kill()
-        assert {table.lease("prod").model.name for _ in range(6)} == {"a"}
+        assert {table.lease("prod").model.name for _ in range(6)} == {"a"} and table.takes("prod")
         engines.started[0].kill()
+        assert not table.takes("prod")
         with pytest.raises(EngineDead):
             table.lease("prod")
 

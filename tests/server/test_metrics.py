@@ -104,7 +104,7 @@ def test_time_between_tokens_is_per_sample_and_per_token(monkeypatch: pytest.Mon
     values = samples(metrics)
     assert values["octavo_inter_token_latency_seconds_count"] == 4  # 2 x 0.5 s, 1 s, 2 s
     assert values["octavo_inter_token_latency_seconds_sum"] == pytest.approx(4.0)
-    assert not metrics.last_token
+    assert not observe.last_token
 
 
 def test_samples_that_end_without_a_word_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +115,9 @@ def test_samples_that_end_without_a_word_are_forgotten(monkeypatch: pytest.Monke
     observe = metrics.observer()
     for i in range(100):
         observe([Event(f"r{i}", 0, [1])], EngineStats(steps=i + 1, running=1))
-        assert len(metrics.last_token) <= 10
+        assert len(observe.last_token) <= 10
     observe([], EngineStats(steps=101))
-    assert not metrics.last_token
+    assert not observe.last_token
 
 
 def test_a_fault_in_the_metrics_is_logged_once_and_never_raised(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,3 +215,17 @@ def test_only_gpus_that_are_visible_to_cuda_are_reported(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [gpu.index for gpu in Gpus(Nvml(), visible).read()] == seen
+
+
+def test_two_engines_of_one_name_do_not_mix_their_requests_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one replaces the other both number their requests from 0."""
+    import octavo.server.counts as module
+
+    clock = iter([0.0, 10.0, 10.5])
+    monkeypatch.setattr(module, "perf_counter", lambda: next(clock))
+    counts = Counts()
+    old, new = counts.observer(), counts.observer()
+    old([Event("r0", 0, [1])], EngineStats(steps=1, running=1))
+    new([Event("r0", 0, [1])], EngineStats(steps=1, running=1))
+    new([Event("r0", 0, [2])], EngineStats(steps=2, running=1))
+    assert counts.itl.sum == pytest.approx(0.5)

@@ -120,6 +120,12 @@ class ModelTable:
         split = self._splits.get(name)
         return self.get(name if split is None else split.heaviest)
 
+    def takes(self, name: str | None = None) -> bool:
+        """Whether a request for a name, an alias or (None) the default would be taken now. Raises UnknownModel."""
+        name = name or self.default
+        targets = self._splits[name].weights if name in self._splits else [name]
+        return any(self.get(target).refusal() is None for target in targets)
+
     def lease(self, name: str | None = None) -> Lease:
         """Hold the model behind a name, an alias or (None) the default, for a new request.
 

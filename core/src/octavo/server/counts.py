@@ -63,13 +63,12 @@ class Counts:
         self.ttft, self.e2e = Histogram(SECONDS), Histogram(SECONDS)
         self.queue, self.prefill, self.decode, self.inference = (Histogram(SECONDS) for _ in range(4))
         self.itl = Histogram(TOKEN_SECONDS)
+        self.admission, self.delivery = Histogram(TOKEN_SECONDS), Histogram(TOKEN_SECONDS)
         self.step_tokens = Histogram(TOKENS)
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH, 0))
         self.tenants: dict[str, TenantCounts] = {}
         self.in_flight = 0
         self.disconnects = 0
-        self.last_token: dict[tuple[str, int], float] = {}  # of running samples, by the clock of arrivals here
-        self._broken = False
 
     def tenant(self, name: str) -> TenantCounts:
         """The share of a tenant; at most MAX_TENANTS have one of their own."""
@@ -81,11 +80,22 @@ class Counts:
         """For one engine: what counts its steps here."""
         return StepObserver(self)
 
-    def on_step(self, events: list[Event], stats: EngineStats, *, counted: bool) -> None:
-        """News of an engine; `counted` where its step has been seen before. Swallows its own faults, saying so once."""
+
+class StepObserver:
+    """An observer of one AsyncLLM: a step is counted once, however often its stats arrive. Engines number
+    their requests themselves, so the times of last tokens are kept here, by engine. Swallows its own
+    faults, saying so once."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts, self._steps, self._broken = counts, 0, False
+        self.last_token: dict[tuple[str, int], float] = {}  # of running samples, by the clock of arrivals here
+
+    def __call__(self, events: list[Event], stats: EngineStats) -> None:
         try:
-            if stats.step_tokens and not counted:
-                self.step_tokens.observe(stats.step_tokens)
+            if stats.steps > self._steps:
+                self._steps = stats.steps
+                if stats.step_tokens:
+                    self._counts.step_tokens.observe(stats.step_tokens)
             self._on_tokens(events, perf_counter())
             # A sample that is aborted from this side sends no finish: its entry must go all the same.
             if stats.running == stats.waiting == 0:
@@ -104,19 +114,7 @@ class Counts:
             if event.tokens:
                 before = self.last_token.get(key)
                 if before is not None:
-                    self.itl.observe((now - before) / len(event.tokens), len(event.tokens))
+                    self._counts.itl.observe((now - before) / len(event.tokens), len(event.tokens))
                 self.last_token[key] = now
             if event.finish is not None:
                 self.last_token.pop(key, None)
-
-
-class StepObserver:
-    """An observer of one AsyncLLM: a step is counted once, however often its stats arrive."""
-
-    def __init__(self, counts: Counts) -> None:
-        self._counts, self._steps = counts, 0
-
-    def __call__(self, events: list[Event], stats: EngineStats) -> None:
-        counted = stats.steps <= self._steps
-        self._steps = max(self._steps, stats.steps)
-        self._counts.on_step(events, stats, counted=counted)
