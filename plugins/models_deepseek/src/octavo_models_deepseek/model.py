@@ -94,7 +94,9 @@ class Deepseek:
             else parts.linear("", config.hidden_size, {"lm_head": config.vocab_size}, head=True)
         )
         dtype, device = getattr(torch, parts.dtype), torch_device(parts.device)
-        self._rotary = Rotary(config.rope, max_len=parts.limits.max_model_len, dtype=dtype, device=device)
+        self._rotary = Rotary(
+            config.rope, max_len=parts.limits.max_model_len, dtype=dtype, device=device, angles=parts.op("rope_angles")
+        )
 
     def finish(self) -> None:
         for part in (self._embedding, *self._layers, self._norm, self._head):

@@ -25,15 +25,16 @@ Angles = tuple[Tensor, Tensor]
 
 
 class PairRotary:
-    """RoPE of pairs (2j, 2j + 1) of the trailing dims, in float32."""
+    """RoPE of pairs (2j, 2j + 1) of the trailing dims. Turns are counted in float64: a million positions of a fast pair are
+    more than float32 can tell apart."""
 
     def __init__(self, rope: RopeConfig, parts: ModelParts) -> None:
-        self._frequencies = inverse_frequencies(rope).to(torch_device(parts.device))
+        self._frequencies = inverse_frequencies(rope).double().to(torch_device(parts.device))
         self._factor = rope.attention_factor
 
     def angles(self, positions: Tensor) -> Angles:
-        turns = positions.float().unsqueeze(1) * self._frequencies
-        return turns.cos() * self._factor, turns.sin() * self._factor
+        turns = positions.double().unsqueeze(1) * self._frequencies
+        return turns.cos().float() * self._factor, turns.sin().float() * self._factor
 
 
 def rotated(x: Tensor, angles: Angles, *, back: bool = False) -> Tensor:
