@@ -105,10 +105,20 @@ def test_the_cupy_stream_is_torchs() -> None:
             assert bool((out == 2 * turn).all())
 
 
+BACKENDS = ("torch", "triton")
+
+
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("slots", [4, 200])
-def test_a_swapped_sequence_continues_where_it_was(tiny: Path, slots: int, eager: bool) -> None:
-    options: dict[str, Any] = {"device": "cuda", "num_threads": None, "block_size": 16, "enforce_eager": eager}
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_swapped_sequence_continues_where_it_was(tiny: Path, backend: str, slots: int, eager: bool) -> None:
+    options: dict[str, Any] = {
+        "device": "cuda",
+        "num_threads": None,
+        "block_size": 16,
+        "enforce_eager": eager,
+        "attention_backend": backend,
+    }
     block = 2 * 16 * 2 * 32 * 4  # bytes: two layers of TINY
     squeezed = make_engine(
         tiny,
@@ -177,8 +187,15 @@ def test_blocks_move_within_the_pool() -> None:
         assert memory[:200, 0].tolist() == [400 + n + i for n in range(200)]
 
 
-def test_tokens_stay_the_same_while_the_pool_moves_under_captured_graphs(tiny: Path) -> None:
-    options: dict[str, Any] = {"device": "cuda", "num_threads": None, "block_size": 16, "max_num_seqs": 6}
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_stay_the_same_while_the_pool_moves_under_captured_graphs(tiny: Path, backend: str) -> None:
+    options: dict[str, Any] = {
+        "device": "cuda",
+        "num_threads": None,
+        "block_size": 16,
+        "max_num_seqs": 6,
+        "attention_backend": backend,
+    }
     moving = make_engine(tiny, num_gpu_blocks_override=40, dynamic_memory=True, dynamic_memory_interval=1e9, **options)
     still = make_engine(tiny, num_gpu_blocks_override=128, **options)
     asks = [{"prompt": [*range(40, 70), 70 + i], "max_tokens": 70, "ignore_eos": True} for i in range(6)]
