@@ -273,7 +273,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Gauges and running totals of the engine, sent with every step's events.
 
     Counters only grow. kv_usage is used / all blocks in [0, 1]; cached but unreferenced blocks
-    count as free. step_seconds is the last step's wall time. swapped_out, swapped_in: sequences that went
+    count as free. step_seconds is the last step's wall time. sent: `time.perf_counter` of the engine's process when
+    it sent this (0: never sent), which on one machine is every process's clock. swapped_out, swapped_in: sequences that went
     to host memory, and that continued from there. kv_alert: the cache is nearly full (see
     engine.memory); kv_alerts counts how often it became so. pool_growths and pool_shrinks count changes
     of the pool's size, kv_utilization is the share of the device's memory that it was last sized by.
@@ -301,6 +302,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     pool_growths: int = 0
     pool_shrinks: int = 0
     kv_utilization: float = 0.0
+    sent: float = 0.0
 
 
 class Events(msgspec.Struct, array_like=True):

@@ -351,6 +351,7 @@ class AsyncLLM:
         outputs, aborts = self._processor.process(step.events)
         for output in outputs:
             if (stream := self._streams.get(output.request_id)) is not None:
+                output.sent = step.stats.sent
                 stream.put(output)
         for request_id, sample in aborts:
             self._engine.abort(request_id, sample)

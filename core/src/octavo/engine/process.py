@@ -65,7 +65,9 @@ class EngineLoop:
                 self._await_message()
             self._drain_messages(engine)
             if engine.busy:
-                self._send(messages.EVENTS, engine.step())
+                events = engine.step()
+                events.stats.sent = time.perf_counter()
+                self._send(messages.EVENTS, events)
         engine.close()
 
     def _progress(self, stage: str, done: int = 0, total: int = 0) -> None:

@@ -7,6 +7,7 @@ closing ends them all. Knows nothing of HTTP or of the shape of answers.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -74,6 +75,7 @@ class Generation:
             for job in jobs
         ]
         self._firsts: list[RequestOutput] = []
+        self._unpaid: list[RequestOutput] = []  # what `last` has seen and nobody has been charged for
         self._pumps: list[asyncio.Task[None]] = []
         record.counts.in_flight += 1
         self._open = True
@@ -92,11 +94,16 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the job, output) as they come, the first ones included."""
-        for i, output in enumerate(self._firsts):
+        async for i, output in self._outputs():
             yield i, self._account(output)
+            self._record.counts.delivery.observe(time.perf_counter() - output.sent)  # the consumer has written it
+
+    async def _outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        for i, output in enumerate(self._firsts):
+            yield i, output
         if len(self._streams) == 1:
             async for output in self._streams[0]:
-                yield 0, self._account(output)
+                yield 0, output
             return
         queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(_QUEUE)
 
@@ -117,18 +124,21 @@ class Generation:
             if item is None:
                 left -= 1
             else:
-                yield i, self._account(item)
+                yield i, item
 
     async def last(self) -> list[RequestOutput]:
         """The final output of every job, in order."""
 
-        async def end(i: int) -> RequestOutput:
-            newest = self._firsts[i]
-            async for output in self._streams[i]:
-                newest = output
-            return newest
+        self._unpaid = list(self._firsts)
 
-        return [self._account(output) for output in await _all([end(i) for i in range(len(self._streams))])]
+        async def end(i: int) -> RequestOutput:
+            async for output in self._streams[i]:
+                self._unpaid[i] = output
+            return self._unpaid[i]
+
+        outputs = await _all([end(i) for i in range(len(self._streams))])
+        self._unpaid = []
+        return [self._account(output) for output in outputs]
 
     def _account(self, output: RequestOutput) -> RequestOutput:
         """Count what is new. Raises GenerationFailed, DeadlineExceeded or Cut where a sample did not end by itself."""
@@ -151,6 +161,7 @@ class Generation:
             return
         self._open = False
         self._record.counts.in_flight -= 1
+        self._quota.use_tokens(sum(len(sample.token_ids) for output in self._unpaid for sample in output.outputs))
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)

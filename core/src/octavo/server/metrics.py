@@ -18,6 +18,8 @@ from prometheus_client.registry import Collector
 from octavo.request import EngineStats, ModelInfo
 from octavo.server.counts import Counts, Histogram
 from octavo.server.gpu import Gpu, Gpus
+from octavo.server.tenants import Tenants
+from octavo.server.watch import LoopWatch
 
 ENGINE = "0"
 LABELS = ["model_name", "engine"]
@@ -161,6 +163,18 @@ HISTOGRAMS: tuple[Histograms, ...] = (
         "From the first scheduled token to the last.",
         lambda v: v.counts.inference,
     ),
+    (
+        "admission_seconds",
+        (),
+        "From a request's body to the engine: limits, template, tokenising. The server's own part of a first token.",
+        lambda v: v.counts.admission,
+    ),
+    (
+        "delivery_seconds",
+        (),
+        "From the engine's sending of tokens to their place in the client's socket. The server's own part of every token.",
+        lambda v: v.counts.delivery,
+    ),
     ("step_tokens", ("vllm:iteration_tokens_total",), "Tokens computed in one step.", lambda v: v.counts.step_tokens),
 )
 GPU_GAUGES: tuple[tuple[str, tuple[str, ...], str, Callable[[Gpu], float]], ...] = (
@@ -185,8 +199,16 @@ TENANT_COUNTERS: tuple[tuple[str, str, str], ...] = (
 class Metrics(Collector):
     """The page of GET /metrics. `views` is asked at every scrape; the rest is counted here."""
 
-    def __init__(self, views: Callable[[], Sequence[View]], *, vllm_names: bool, gpus: Gpus | None = None) -> None:
-        self._views, self._vllm, self._gpus = views, vllm_names, gpus
+    def __init__(
+        self,
+        views: Callable[[], Sequence[View]],
+        *,
+        vllm_names: bool,
+        gpus: Gpus | None = None,
+        watch: LoopWatch | None = None,
+        tenants: Tenants | None = None,
+    ) -> None:
+        self._views, self._vllm, self._gpus, self._watch, self._limited = views, vllm_names, gpus, watch, tenants
         self.http: Counter[tuple[str, str]] = Counter()  # (route, status)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -222,6 +244,7 @@ class Metrics(Collector):
         yield from self._labelled(views)
         yield from self._tenants(views)
         yield from self._devices()
+        yield from self._loop()
 
     def _names(self, native: str, vllm: Sequence[str]) -> list[str]:
         return ["octavo_" + native, *(vllm if self._vllm else ())]
@@ -256,6 +279,25 @@ class Metrics(Collector):
             for view in views:
                 for tenant, share in view.counts.tenants.items():
                     family.add_metric([view.name, tenant or "-"], getattr(share, field))
+            yield family
+
+        family = CounterMetricFamily(
+            "octavo_tenant_limited", "Requests refused with 429 by a limit of their tenant.", labels=["tenant", "limit"]
+        )
+        for quota in self._limited.quotas if self._limited is not None else ():
+            for limit, count in quota.refused.items():
+                family.add_metric([quota.tenant, limit], count)
+        yield family
+
+    def _loop(self) -> Iterator[Metric]:
+        if self._watch is None:
+            return
+        for name, text, seen in (
+            ("octavo_event_loop_lag_seconds", "How late the server's event loop came to a timer.", self._watch.lag),
+            ("octavo_event_loop_busy_seconds", "How long it had worked in one go where it was late.", self._watch.busy),
+        ):
+            family = HistogramMetricFamily(name, text)
+            family.add_metric([], buckets=seen.buckets(), sum_value=seen.sum)
             yield family
 
     def _devices(self) -> Iterator[Metric]:

@@ -61,6 +61,7 @@ class Record:
 
     def on_submit(self) -> None:
         self.submitted = time.perf_counter()
+        self.counts.admission.observe(self.submitted - self.arrived)
 
     def on_first_token(self) -> None:
         self.first_token = time.perf_counter()

@@ -114,7 +114,7 @@ class _Process:
             if state.tenants.reloadable or uv.ssl is not None:
                 loop.add_signal_handler(signal.SIGHUP, self._reload, state.tenants, uv.ssl)
             http = _Http(uv)
-            serving = asyncio.create_task(http.serve(sockets=[sock]))
+            serving, watching = asyncio.create_task(http.serve(sockets=[sock])), asyncio.create_task(state.watch.run())
             serving.add_done_callback(lambda _: self._stop.set())
             try:
                 log.info("Octavo %s listens on %s; %s is loading", octavo.__version__, address(config, sock), ", ".join(names))
@@ -127,6 +127,7 @@ class _Process:
             finally:
                 http.should_exit = True
                 http.force_exit = self._force.is_set()
+                watching.cancel()
                 await supervisor.close()
                 await self._end(table, serving)
                 if state.tracing is not None:

@@ -26,6 +26,7 @@ from octavo.server.metrics import Metrics, View
 from octavo.server.records import Record, new_id
 from octavo.server.tenants import Principal, Tenants
 from octavo.server.tracing import Tracing
+from octavo.server.watch import LoopWatch
 
 
 class Service:
@@ -45,7 +46,10 @@ class Service:
         self._loaded = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counts: dict[str, Counts] = {}
-        self._metrics = Metrics(self._views, vllm_names=config.vllm_metrics, gpus=self.gpus)
+        self.watch = LoopWatch()
+        self._metrics = Metrics(
+            self._views, vllm_names=config.vllm_metrics, gpus=self.gpus, watch=self.watch, tenants=self.tenants
+        )
         self.models.on_engine(self._on_engine)
 
     def attach(self, llm: AsyncLLM) -> None:
@@ -68,11 +72,7 @@ class Service:
     @property
     def alive(self) -> bool:
         """False before the first engine serves, and once one has died and will not be started again."""
-        return self._loaded and not any(self._given_up(model) for model in self.models.models)
-
-    @staticmethod
-    def _given_up(model: Served) -> bool:
-        return model.state == "dead"
+        return self._loaded and not any(model.state == "dead" for model in self.models.models)
 
     @property
     def ready(self) -> bool:
@@ -80,7 +80,7 @@ class Service:
         if not self._loaded or self.draining:
             return False
         states = {model.state for model in self.models.models}
-        return self.models.find(None).refusal() is None and "loading" not in states
+        return self.models.takes() and "loading" not in states
 
     @property
     def names(self) -> list[str]:

@@ -60,7 +60,8 @@ class CompletionOutput:
 class RequestOutput:
     """What is known of one request. prompt is its text where the caller gave text.
 
-    queue_seconds: how long it waited for its first place in a step. error explains a sample's
+    queue_seconds: how long it waited for its first place in a step. sent: when the engine's process sent the oldest
+    news in it, by `time.perf_counter`; 0 where there is no such process. error explains a sample's
     finish_reason "error". prompt_token_logprobs has an entry per prompt
     token, None for the first.
     """
@@ -75,6 +76,7 @@ class RequestOutput:
     error: str | None = None
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
     queue_seconds: float = 0.0
+    sent: float = 0.0
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -109,6 +111,7 @@ def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         second.error or first.error,
         second.tokenizer,
         max(first.queue_seconds, second.queue_seconds),
+        first.sent,
     )
 
 
