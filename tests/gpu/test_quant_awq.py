@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from octavo.bench.kernel import cuda_device
 from octavo.testing.quantizer import QuantizerSuite, QuantizerTarget, random_weight
 
-from tests.plugins.fourbit import LAYOUTS
+from tests.plugins.fourbit import LAYOUTS, cut_gemm
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,7 @@ def target(layout: str, group: int, dtypes: tuple[str, ...], kernel: str = "cuda
         config,
         options=provider.FourBitOptions(kernel=kernel),  # type: ignore[arg-type]
         inputs_multiple=max(group, 8),
+        cut=cut_gemm if layout == "gemm" else None,
     )
 
 

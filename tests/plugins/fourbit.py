@@ -102,6 +102,15 @@ def packed_asymmetric(m: Integers) -> dict[str, Tensor]:
     return packed(m) | {"weight_zero_point": words(m.z.T).T.contiguous()}
 
 
+def cut_gemm(stored: Stored, start: int, stop: int) -> Stored:
+    """Inputs [start, stop) of a gemm matrix, whose groups are those of its qzeros: what one rank of several would hold."""
+    group = stored.tensors["qweight"].shape[0] // stored.tensors["qzeros"].shape[0]
+    assert start % group == 0 and stop % group == 0
+    groups = slice(start // group, stop // group)
+    tensors = {end: t[start:stop] if end == "qweight" else t[groups] for end, t in stored.tensors.items()}
+    return Stored(tensors, stored.weight[:, start:stop])
+
+
 @dataclass(frozen=True)
 class Layout:
     """A checkpoint layout: how a matrix is written, whether its zero points are 8, and its quantization_config."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.catalog import Device
 from octavo.testing.quantizer import QuantizerSuite, QuantizerTarget
 
-from tests.plugins.fourbit import LAYOUTS
+from tests.plugins.fourbit import LAYOUTS, cut_gemm
 
 
 def target(layout: str, group: int, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> QuantizerTarget:
@@ -21,6 +21,7 @@ def target(layout: str, group: int, dtypes: tuple[str, ...] = ("float32", "bfloa
         made.store(group),
         config,
         inputs_multiple=max(group, 8),
+        cut=cut_gemm if layout == "gemm" else None,
     )
 
 
