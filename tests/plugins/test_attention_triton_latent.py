@@ -1,0 +1,128 @@
+"""Latent attention in Triton without a GPU: what its provider takes and refuses, and its portable kernel under Triton's
+interpreter, which runs every program in numpy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from octavo.catalog import Accept, Device, Needs, Reject
+from octavo.engine.plan import attention_facts
+from octavo.interfaces import AttentionLayer, KVSpec, ModelFacts
+
+PLUGIN = Path(__file__).parents[2] / "plugins" / "attention_triton" / "src"
+H200 = Device("cuda", name="H200", capability=(9, 0))
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, device: Device = H200, dtype: str = "bfloat16", **over: Any) -> Accept | Reject:
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    from octavo_attention_triton.latent_provider import provider
+
+    shape = {"heads": 128, "k": 576, "v": 512, "kind": "latent", "block": None, "kv": dtype} | over
+    window = 8 if shape["kind"] == "window" else None
+    layer = AttentionLayer(0, shape["heads"], 1, shape["k"], shape["v"], 1.0, window)
+    spec = KVSpec(shape["kind"], 1, shape["k"], shape["v"], shape["kv"], window)
+    model = ModelFacts("Test", 512, 64, 4096, (layer,), (spec,))
+    return provider.accepts(
+        Needs("attention", device, dtype, attention_facts(model, shape["kv"], shape["block"])), provider.options()
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "over", "kernel"),
+    [
+        (H200, {}, "Hopper"),
+        (H200, {"heads": 16, "block": 16}, "Hopper"),
+        (H200, {"dtype": "float32"}, "portable"),
+        (H200, {"k": 320, "v": 256}, "portable"),
+        (Device("cuda", capability=(8, 0)), {}, "portable"),
+        (Device("cuda", capability=(12, 0)), {"dtype": "float16"}, "portable"),
+    ],
+)
+def test_what_is_taken_and_by_which_kernel(
+    monkeypatch: pytest.MonkeyPatch, device: Device, over: dict[str, Any], kernel: str
+) -> None:
+    found = answer(monkeypatch, device, **over)
+    assert isinstance(found, Accept) and f"by the {kernel} kernel" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("device", "over", "words"),
+    [
+        (Device("cpu"), {}, "device is cpu"),
+        (Device("cuda", name="T4", capability=(7, 5)), {"dtype": "float16"}, "capability 7.5 of 'T4' is below 8.0"),
+        (H200, {"kv": "float8_e4m3fn"}, "kv_dtype float8_e4m3fn"),
+        (H200, {"kind": "full"}, "KV caches are full"),
+        (H200, {"kind": "window"}, "KV caches are window"),
+        (H200, {"block": 20}, "block_size 20"),
+        (H200, {"v": 520}, "v_dim 520"),
+        (H200, {"k": 512}, "k_dim - v_dim is 0"),
+    ],
+)
+def test_a_refusal_names_the_need(monkeypatch: pytest.MonkeyPatch, device: Device, over: dict[str, Any], words: str) -> None:
+    refused = answer(monkeypatch, device, **over)
+    assert isinstance(refused, Reject) and words in refused.reason
+
+
+SCRIPT = """
+import json, sys
+import torch
+import triton.runtime.interpreter as interpreter
+patch = interpreter._patch_lang_tensor
+def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to int; Triton 3.6 keeps scalars as [1]
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = patched
+torch.set_num_threads(1)
+from octavo.catalog import Device
+from octavo.interfaces import AttentionParts
+from octavo.testing.attention import check
+from octavo.testing.latent import latent
+from octavo.testing.paged import Scene
+from octavo_attention_triton.latent import TritonLatent
+from octavo_attention_triton.latent_provider import LatentOptions
+
+complaints = []
+for heads, dim, rope, dtype, size in json.loads(sys.argv[1]):
+    backend = TritonLatent(LatentOptions(), AttentionParts(Device("cpu"), dtype))
+    backend.sms = 5  # as if the CPU had five multiprocessors: rows are split
+    lengths = [1, 15, 16, 17, 33, 70, 20, 40]
+    scene = Scene(backend, latent(heads, dim, rope, dtype, size), Device("cpu"), lengths)
+    scene.fill([*(n - 1 for n in lengths[:6]), 0, 30])
+    try:
+        check(scene, [*((i, n - 1, 1) for i, n in enumerate(lengths[:6])), (6, 0, 20), (7, 30, 10)], lse=True)
+        for row in scene.rows:
+            keys, values = backend.gather(0, row.slot, row.length)
+            assert torch.equal(keys, row.k[0]) and torch.equal(values, row.v[0]), "gather gives other values than were written"
+        complaints.append("")
+    except Exception as error:
+        complaints.append(f"{type(error).__name__}: {error}")
+print(json.dumps(complaints))
+"""
+CASES = [[4, 32, 16, "float32", 16], [3, 64, 32, "float16", 8], [20, 48, 16, "float32", 64]]
+
+
+@pytest.fixture(scope="module")
+def complaints() -> list[str]:
+    """Of every case, what was wrong: all in one process, which has the interpreter on from its first import of triton."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: the kernel cannot be interpreted")
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(PLUGIN), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "{}q-{}+{}-{}-block{}".format(*CASES[i]))
+def test_the_portable_kernel_computes_latent_attention_in_hostile_memory(index: int, complaints: list[str]) -> None:
+    assert not complaints[index], complaints[index]
