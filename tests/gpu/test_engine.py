@@ -82,3 +82,17 @@ def test_sampling_parameters_work_on_the_device(tiny: Path) -> None:
         solo = alone(gpu, request(gpu, "solo", **ask))
         for sample in range(ask.get("n", 1)):
             assert together[str(i), sample].tokens == solo["solo", sample].tokens
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_a_prefix_that_rows_share_is_read_once_and_changes_no_token(tiny: Path, eager: bool) -> None:
+    options = {"attention": {"triton": {"shared_prefix_bytes": 0}}}
+    gpu = gpu_engine(tiny, block_size=16, enforce_eager=eager, plugins=options, num_gpu_blocks_override=128)
+    plain = gpu_engine(tiny, block_size=16, enable_prefix_caching=False, num_gpu_blocks_override=128)
+    prefix = [9 + i % 190 for i in range(140)]
+    prompts = [[*prefix, 30 + i] for i in range(6)] + [[*range(40, 60)]]
+    alone(gpu, request(gpu, "first", prompts[0], max_tokens=1))  # from here on the prefix is cached
+    together = run(gpu, [request(gpu, str(i), p, max_tokens=20, ignore_eos=True) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        solo = alone(plain, request(plain, "solo", prompt, max_tokens=20, ignore_eos=True))
+        assert together[str(i), 0].tokens == solo["solo", 0].tokens

@@ -41,8 +41,16 @@ CASES: list[tuple[dict[str, Any], list[int], list[list[int]]]] = [
     ({"kv_dtype": "float8_e5m2", "k_dim": 32}, [50, 33], [[0, 49, 1], [1, 13, 20]]),
 ]
 
+SHARES: list[tuple[dict[str, Any], list[int], list[tuple[list[int], int]]]] = [
+    ({"k_dim": 32}, [130, 70, 129, 80, 300, 70], [([0, 1, 2, 3, 5], 64)]),
+    ({"k_dim": 32, "heads": [6, 2], "sinks": True, "softcap": 3.0}, [600, 513, 5, 520, 70, 90], [([0, 1, 3], 512), ([4, 5], 64)]),
+    ({"k_dim": 48, "v_dim": 32, "block_size": 64}, [140, 150, 160], [([0, 1, 2], 128)]),
+]
+"""(shape, lengths, [(rows, tokens that they share)])"""
+
 SCRIPT = """
 import json, sys
+import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter
 patch = interpreter._patch_lang_tensor
@@ -52,7 +60,7 @@ def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to i
 interpreter._patch_lang_tensor = patched
 torch.set_num_threads(1)
 from octavo.catalog import Device
-from octavo.interfaces import AttentionParts
+from octavo.interfaces import AttentionParts, SharedPrefix
 from octavo.testing.attention import check, check_prologue
 from octavo.testing.paged import Scene, Shape, stored
 from octavo_attention_triton.backend import TritonAttention
@@ -77,7 +85,27 @@ def run(facts, lengths, work, merge):
         for norm in (False, True):
             check_prologue(scene, [tuple(item) for item in work], rotary=shape.k_dim // 2 if norm else shape.k_dim, norm=norm)
 
+def shares(facts, lengths, sets):
+    # sets: (rows, tokens that they share)
+    shape = Shape(**{k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()})
+    backend = TritonAttention(TritonOptions(shared_prefix_bytes=0), AttentionParts(Device("cpu"), shape.dtype))
+    backend.sms = 24
+    scene = Scene(backend, shape, Device("cpu"), lengths)
+    for rows, tokens in sets:
+        scene.share(rows, tokens)
+    scene.fill([n - 1 for n in lengths])
+    prefixes = tuple(SharedPrefix(np.array(rows), tokens, 0) for rows, tokens in sets)
+    step = scene.step([(i, n - 1, 1) for i, n in enumerate(lengths)], prefixes)
+    assert backend.variant(step.host) == "shared"
+    check(scene, [(i, n - 1, 1) for i, n in enumerate(lengths)], lse=True, shared=prefixes)
+
 complaints = []
+for case in json.loads(sys.argv[2]):
+    complaints.append("")
+    try:
+        shares(*case)
+    except Exception as error:
+        complaints[-1] = f"{type(error).__name__}: {error}"
 for case in json.loads(sys.argv[1]):
     complaints.append("")
     for merge in ("fused", "kernel"):
@@ -95,7 +123,7 @@ def complaints() -> list[str]:
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(PLUGIN), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES)]
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES), json.dumps(SHARES)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     found: list[str] = json.loads(done.stdout)
@@ -106,4 +134,9 @@ def complaints() -> list[str]:
     "index", range(len(CASES)), ids=lambda i: " ".join(f"{k}={v}" for k, v in CASES[i][0].items()) or "plain"
 )
 def test_the_kernels_compute_attention_in_hostile_memory(index: int, complaints: list[str]) -> None:
+    assert not complaints[len(SHARES) + index], complaints[len(SHARES) + index]
+
+
+@pytest.mark.parametrize("index", range(len(SHARES)))
+def test_a_shared_prefix_is_attended_like_any_other(index: int, complaints: list[str]) -> None:
     assert not complaints[index], complaints[index]

@@ -289,9 +289,20 @@ class Step:
     scratch: dict[str, Any] = field(default_factory=dict)  # per-step values shared by layers (cos/sin, masks, plans)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Attention rows (int64 indices into the step's rows) whose first `tokens` tokens lie in the same blocks of
+    KV group `group`."""
+
+    rows: np.ndarray
+    tokens: int
+    group: int
+
+
 @dataclass(slots=True)
 class StepHost:
-    """Host-side lengths of a Step. query_lens, seq_lens, rows: int64 [R]."""
+    """Host-side lengths of a Step. query_lens, seq_lens, rows: int64 [R]. shared: of a decode step, rows that begin
+    with the same blocks; looked for where the backend has `variant`."""
 
     query_lens: np.ndarray
     seq_lens: np.ndarray
@@ -299,6 +310,7 @@ class StepHost:
     num_tokens: int
     max_query_len: int
     max_seq_len: int
+    shared: tuple[SharedPrefix, ...] = ()
 
 
 # ---------------------------------------------------------------- attention
@@ -383,6 +395,15 @@ class AttentionBackend(Protocol):
 
     def copy_blocks(self, group: int, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks (int64 ids) in every layer of a group, before the step's writes."""
+
+
+class StepVariants(Protocol):
+    """What an AttentionBackend may also offer: other kernels for a decode step that looks otherwise on the host, such as one whose
+    rows share a long prefix."""
+
+    def variant(self, host: StepHost) -> str:
+        """Which of the backend's kinds of decode step this is; a graph is captured for each, and `prepare` gets steps
+        of the same kind before each replay."""
 
 
 class FusedPrologue(Protocol):

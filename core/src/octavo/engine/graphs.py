@@ -1,4 +1,5 @@
-"""DecodeGraphs: pure decode steps through captured graphs, one per batch-size bucket.
+"""DecodeGraphs: pure decode steps through captured graphs, one per batch-size bucket (and per kind of step, where the
+attention backend has several).
 
 Owns the static buffers that a captured forward pass reads and writes. A bucket is captured when it
 is first needed. Padded rows belong to a state-table row of their own whose tables name only the
@@ -79,7 +80,8 @@ class DecodeGraphs:
         self._model, self._attention, self._sampler, self._state = model, attention, sampler, state
         self._device, self._capture = device, capture
         self._sizes = bucket_sizes(limits.max_num_seqs)
-        self._buckets: dict[int, _Bucket] = {}
+        self._variant = getattr(attention, "variant", None)  # interfaces.StepVariants
+        self._buckets: dict[tuple[int, str], _Bucket] = {}  # by rows and the backend's kind of step
         self._memory = torch.cuda.graph_pool_handle() if capture else None
         self.seconds = 0.0  # spent capturing, in all
 
@@ -89,11 +91,15 @@ class DecodeGraphs:
         if batch.num_tokens != rows or not batch.sample.all() or not (batch.num_new == 1).all():
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
-        bucket = self._buckets.get(size)
-        if bucket is None:
-            bucket = self._buckets[size] = _Bucket(size, self._state, self._device)
-        self._fill(bucket, batch)
         host = _host_lengths(batch, size, self._state.scratch_row)
+        key = size, ""
+        if self._variant is not None:
+            host.shared = self._state.sharing.find(batch.slots, batch.start)
+            key = size, self._variant(host)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _Bucket(size, self._state, self._device)
+        self._fill(bucket, batch)
         if self._capture and bucket.graph is None:
             self._record(bucket, host)
         if bucket.graph is None:
@@ -145,7 +151,10 @@ class DecodeGraphs:
             bucket.answer = self._forward(bucket, host)
         bucket.graph = graph
         self.seconds += time.perf_counter() - began
-        log.info("captured the decode graph of %d rows in %.2f s", bucket.size, time.perf_counter() - began)
+        kind = (
+            f" with {', '.join(f'{len(s.rows)} rows over {s.tokens} shared tokens' for s in host.shared)}" if host.shared else ""
+        )
+        log.info("captured the decode graph of %d rows%s in %.2f s", bucket.size, kind, time.perf_counter() - began)
 
 
 def _host_lengths(batch: Batch, size: int, scratch_row: int) -> StepHost:

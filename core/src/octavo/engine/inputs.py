@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.engine.sharing import PrefixSharing
 from octavo.interfaces import KVGroup, Limits, Step, StepHost
 from octavo.request import Batch, TableUpdate
 from octavo.transfer import to_device
@@ -37,6 +38,7 @@ class StateTable:
         self._device = device
         self._block_sizes = [g.block_size for g in groups]
         self.scratch_row = limits.max_num_seqs
+        self.sharing = PrefixSharing(groups, rows, limits.max_model_len)
         self.tokens = torch.zeros((rows, limits.max_model_len + 1), dtype=torch.int32, device=device)
         self.bound = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tables = tuple(
@@ -54,6 +56,7 @@ class StateTable:
 
     def update(self, tables: Sequence[TableUpdate]) -> None:
         """Take in changes of the block tables alone."""
+        self.sharing.update(tables)
         for update in tables:
             rows, cols, blocks = self.send(np.stack([update.rows, update.cols, update.blocks]))
             self.tables[update.group][rows.long(), cols.long()] = blocks

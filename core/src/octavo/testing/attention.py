@@ -24,7 +24,7 @@ import torch
 
 from octavo.catalog import Device, Needs, Provider, Reject
 from octavo.engine.plan import attention_facts
-from octavo.interfaces import AttentionBackend, AttentionParts, ModelFacts
+from octavo.interfaces import AttentionBackend, AttentionParts, ModelFacts, SharedPrefix
 from octavo.model.operators import qk_norm_rope
 from octavo.testing.paged import Answer, Scene, Shape, stored
 
@@ -73,9 +73,12 @@ class AttentionTarget:
         return backend
 
 
-def check(scene: Scene, work: Sequence[Work], *, layer: int = 0, lse: bool = False) -> list[Answer]:
-    """Run a step and compare every row with the oracle; free blocks and guard bands must be untouched."""
-    answers = scene.run(work, layer=layer, lse=lse)
+def check(
+    scene: Scene, work: Sequence[Work], *, layer: int = 0, lse: bool = False, shared: tuple[SharedPrefix, ...] = ()
+) -> list[Answer]:
+    """Run a step and compare every row with the oracle; free blocks and guard bands must be untouched. shared: what
+    the host knows of common blocks, which must change nothing."""
+    answers = scene.run(work, layer=layer, lse=lse, shared=shared)
     limit = TOLERANCE[scene.shape.dtype]
     for item, answer in zip(work, answers, strict=True):
         right = scene.expected(item, layer=layer)

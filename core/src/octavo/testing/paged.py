@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.catalog import Device
-from octavo.interfaces import AttentionBackend, AttentionLayer, BoundGroup, KVGroup, KVSpec, Limits, Step, StepHost
+from octavo.interfaces import AttentionBackend, AttentionLayer, BoundGroup, KVGroup, KVSpec, Limits, SharedPrefix, Step, StepHost
 
 GUARD = 4096
 """Elements on either side of every cache that no kernel may touch."""
@@ -160,7 +160,16 @@ class Scene:
 
     # ------------------------------------------------------------ steps
 
-    def step(self, work: Sequence[tuple[int, int, int]]) -> Step:
+    def share(self, indices: Sequence[int], tokens: int) -> None:
+        """Give these rows the first one's blocks for their first `tokens` tokens (whole blocks), values included."""
+        first = self.rows[indices[0]]
+        for i in indices[1:]:
+            row, blocks = self.rows[i], tokens // self.shape.block_size
+            self.table[row.slot, :blocks] = self.table[first.slot, :blocks]
+            for mine, theirs in zip((*row.k, *row.v), (*first.k, *first.v), strict=True):
+                mine[:tokens] = theirs[:tokens]
+
+    def step(self, work: Sequence[tuple[int, int, int]], shared: tuple[SharedPrefix, ...] = ()) -> Step:
         """A step that computes, for each (row index, start, count), tokens [start, start + count)."""
         where, size = self.torch_device, self.shape.block_size
         slots = np.array([self.rows[i].slot for i, _, _ in work], np.int64)
@@ -180,14 +189,20 @@ class Scene:
             slot_mapping=(self.table[token_rows, positions // size].long() * size + positions % size,),
             token_rows=token_rows,
             logit_index=ends[1:] - 1,
-            host=StepHost(counts, starts + counts, slots, total, int(counts.max()), int((starts + counts).max())),
+            host=StepHost(counts, starts + counts, slots, total, int(counts.max()), int((starts + counts).max()), shared),
         )
 
     def run(
-        self, work: Sequence[tuple[int, int, int]], *, layer: int = 0, lse: bool = False, attend: bool = True
+        self,
+        work: Sequence[tuple[int, int, int]],
+        *,
+        layer: int = 0,
+        lse: bool = False,
+        attend: bool = True,
+        shared: tuple[SharedPrefix, ...] = (),
     ) -> list[Answer]:
         """Write the work's keys and values, attend (unless told not to), and split the result by row."""
-        step, shape = self.step(work), self.shape
+        step, shape = self.step(work, shared), self.shape
 
         def columns(name: str) -> Tensor:
             return torch.cat([getattr(self.rows[i], name)[layer][start : start + count] for i, start, count in work])

@@ -312,7 +312,9 @@ class QuantizerSuite:
 
     def test_a_tensor_that_nobody_asked_for_is_named(self, dtype: str, tmp_path: Path) -> None:
         inputs, outputs = self._shape(256, 64)
-        self._refused(tmp_path, dtype, inputs, outputs, self._tensors(inputs, outputs) | {"m.a.other": torch.ones(3)}, "m.a.other")
+        self._refused(
+            tmp_path, dtype, inputs, outputs, self._tensors(inputs, outputs) | {"m.a.other": torch.ones(3)}, "m.a.other"
+        )
 
     def test_declaring_takes_no_memory_and_an_unfilled_linear_says_so(self, dtype: str) -> None:
         inputs, outputs = self._shape(1 << 20, 1 << 20)  # a tebi of weights

@@ -16,11 +16,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import triton
-from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
+from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step, StepHost
 
+from octavo_attention_triton.cascade import Cascade, worth
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
 from octavo_attention_triton.kernels import decode, prefill, prologue, write
+from octavo_attention_triton.kernels import shared as cascade_kernels
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
+from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N, MAX_PARTS
 from octavo_attention_triton.provider import FP8, TritonOptions
 from octavo_attention_triton.tuning import (
     HOPPER_TOKENS,
@@ -134,6 +137,18 @@ class TritonAttention:
         # Arrival counters: zero before and after every launch, the last arrival resets its own.
         self._arrived = torch.zeros(partials, dtype=torch.int32, device=self.device)
         self._nothing = torch.zeros(1, dtype=torch.float32, device=self.device)
+        self._bind_shared(rows)
+
+    def _bind_shared(self, rows: int) -> None:
+        """Buffers of steps whose rows share a prefix, for the layers without a window."""
+        able = [b for b in self._layers.values() if b.layer.window is None and int(b.shape["GROUP"]) <= BLOCK_M]
+        self._token_bytes = max((b.geometry.layout().page_bytes // b.geometry.page for b in able), default=0)
+        self._cascades = {g: Cascade.make(g, rows, self.device) for g in {int(b.shape["GROUP"]) for b in able}}
+        values = max((rows * b.layer.num_heads * b.layer.v_dim for b in able), default=0)
+        sums = max((rows * b.layer.num_heads for b in able), default=0)
+        parts = MAX_PARTS + 1  # the last place is for what a row has of its own
+        self._shared = torch.zeros((parts, values), dtype=torch.float32, device=self.device)
+        self._shared_lse = torch.zeros((parts, sums), dtype=torch.float32, device=self.device)
 
     def _descriptor(self, layer: AttentionLayer, cache: torch.Tensor, g: PageGeometry) -> Any:
         """The cache's copy descriptor if the Hopper kernel prefills this layer, else None. ValueError if it is asked for and cannot."""
@@ -217,6 +232,11 @@ class TritonAttention:
         """Host work: the prefill tile lists of an eager step (a decode step has none)."""
         self._tables = step.tables
         if step.host.max_query_len <= 1:
+            shared = worth(step.host.shared, self._token_bytes, self.options.shared_prefix_bytes)
+            step.scratch["triton.shared"] = bool(shared)
+            for group, cascade in self._cascades.items() if shared else ():
+                heads = max(b.layer.num_kv_heads for b in self._layers.values() if b.shape["GROUP"] == group)
+                cascade.update(shared, step.host, heads, self.sms)
             return
         lists: dict[tuple[int, int | None], torch.Tensor] = {}
         for bound in self._layers.values():
@@ -261,14 +281,20 @@ class TritonAttention:
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
 
+    def variant(self, host: StepHost) -> str:
+        """`octavo.interfaces.StepVariants`."""
+        return "shared" if worth(host.shared, self._token_bytes, self.options.shared_prefix_bytes) else ""
+
     def plan(self, step: Step) -> None:
         """Device work once a step: one work map for each kind of layer. Depends on the step's tensors only."""
         rows = step.seq_lens.shape[0]
         self._settled = False
+        shared = step.scratch.get("triton.shared", False)
         for work in self._works.values():
+            skip = next(iter(self._cascades.values())).skip if shared and work.window is None else None
             budget = self._budget(self._pick(work, rows), work.kv_heads)
             plan(
-                step.query_start, step.seq_lens, step.rows, work.items, work.cuts, budget=budget, capacity=budget + rows,
+                step.query_start, step.seq_lens, step.rows, skip, work.items, work.cuts, budget=budget, capacity=budget + rows,
                 max_items=work.items.shape[0], max_rows=self.limits.max_num_seqs, tile=work.block_n, min_tiles=1,
                 window=work.window, max_splits=MAX_SPLITS,
             )  # fmt: skip
@@ -327,6 +353,8 @@ class TritonAttention:
         """Causal attention of q [T, heads, k_dim]; fills out [T, heads, v_dim] and lse (natural log, float32 [T, heads])."""
         bound = self._layers[layer]
         prefills = step.host.max_query_len > 1
+        if not prefills and step.scratch.get("triton.shared") and bound.layer.window is None:
+            return self._decode_shared(bound, step, q, out, lse)
         if not prefills or step.scratch["triton.decodes"]:
             self._decode(bound, step, q, out, lse)
         if prefills:
@@ -366,6 +394,32 @@ class TritonAttention:
                 HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v, CHUNK=max(1, min(64, 8192 // block_v)),
                 SINKS=bound.shape["SINKS"], LSE=lse is not None, PDL=self.pdl, num_warps=4, **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip
+
+    def _decode_shared(
+        self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What each row has of its own, the shared prefixes once for all their rows, and the sum of both."""
+        layer, rows, table = bound.layer, step.seq_lens.shape[0], step.tables[bound.group]
+        cascade = self._cascades[int(bound.shape["GROUP"])]
+        parts, sums = self._shared, self._shared_lse
+        own = parts[-1, : rows * layer.num_heads * layer.v_dim].view(rows, layer.num_heads, layer.v_dim)
+        own_lse = sums[-1, : rows * layer.num_heads].view(rows, layer.num_heads)
+        self._decode(bound, step, q, own, own_lse)
+        scale, softcap, v_scale = self._numbers(bound)
+        shape = {k: v for k, v in bound.shape.items() if k not in ("WINDOW", "SINKS")}
+        cascade_kernels.shared_kernel[(cascade.tiles_for(rows), layer.num_kv_heads, MAX_PARTS)](
+            q, parts, sums, bound.cache, table, cascade.tiles, cascade.members, scale, softcap, v_scale,
+            q.stride(0), q.stride(1), table.stride(0), bound.cache.stride(0), parts.stride(0), sums.stride(0),
+            HEADS=layer.num_heads, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2 if bound.geometry.k_dim > 128 else 3, num_warps=4, **shape,
+        )  # fmt: skip
+        log = self._nothing if lse is None else lse
+        block_v = bound.shape["BLOCK_V"]
+        block_h = max(1, min(_pow2(layer.num_heads), 1024 // block_v))
+        cascade_kernels.combine_kernel[(rows, triton.cdiv(layer.num_heads, block_h))](
+            own, own_lse, parts, sums, cascade.parts, out, log, parts.stride(0), sums.stride(0), out.stride(0), out.stride(1),
+            HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_H=block_h, BLOCK_V=block_v, LSE=lse is not None, num_warps=4,
+        )  # fmt: skip
+        return out
 
     def _prefill(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         layer, table, shape = bound.layer, step.tables[bound.group], bound.shape

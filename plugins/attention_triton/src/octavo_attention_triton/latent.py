@@ -199,7 +199,7 @@ class TritonLatent:
         rows = step.seq_lens.shape[0]
         for work in self._works.values():
             plan(
-                step.query_start, step.seq_lens, step.rows, work.items, work.cuts, budget=work.budget, capacity=work.budget + rows,
+                step.query_start, step.seq_lens, step.rows, None, work.items, work.cuts, budget=work.budget, capacity=work.budget + rows,
                 max_items=work.items.shape[0], max_rows=self.limits.max_num_seqs, tile=work.tile, min_tiles=1,
                 window=None, max_splits=MAX_SPLITS,
             )  # fmt: skip

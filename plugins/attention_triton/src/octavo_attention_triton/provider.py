@@ -26,6 +26,11 @@ class TritonOptions(Options):
     prefill: Literal["auto", "portable", "hopper"] = Field(
         "auto", description="Prefill kernel; hopper is warp-specialised, for 16-bit caches of dim 64 or 128 on capability 9."
     )
+    shared_prefix_bytes: int = Field(
+        64 << 20,
+        ge=0,
+        description="Bytes of a layer's cache that a decode step must save by reading shared prefixes once; the extra kernels take 10 to 20 us.",
+    )
 
 
 def accepts(needs: Needs, options: Any) -> Accept | Reject:

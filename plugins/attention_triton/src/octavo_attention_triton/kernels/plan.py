@@ -18,8 +18,8 @@ INFO = 4
 
 @triton.jit(do_not_specialize=["count", "budget", "capacity"])
 def plan_kernel(
-    query_start, seq_lens, rows, items, cuts, count, budget, capacity,
-    TILE: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
+    query_start, seq_lens, rows, skip, items, cuts, count, budget, capacity,
+    SKIP: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
     MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Cut the visible tiles of every row with one new token into about `budget` equal parts.
@@ -35,6 +35,8 @@ def plan_kernel(
     length = tl.where(decoding, tl.load(seq_lens + r, mask=live, other=0), 0)
     row = tl.load(rows + r, mask=live, other=0).to(tl.int32)
     first = tl.zeros_like(length)
+    if SKIP:
+        first = tl.where(decoding, tl.load(skip + r, mask=live, other=0), 0)
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     tile0 = first // TILE
@@ -73,15 +75,16 @@ def plan_kernel(
 
 
 def plan(
-    query_start: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, items: torch.Tensor, cuts: torch.Tensor,
+    query_start: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, skip: torch.Tensor | None, items: torch.Tensor, cuts: torch.Tensor,
     *, budget: int, capacity: int, max_items: int, max_rows: int, tile: int, min_tiles: int, window: int | None, max_splits: int,
 ) -> None:  # fmt: skip
-    """Fill `items` (int32 [>= capacity, ITEM]) and `cuts` (int32 [>= rows, INFO]) for a step of len(seq_lens) <= max_rows rows. capacity >= budget + rows."""
+    """Fill `items` (int32 [>= capacity, ITEM]) and `cuts` (int32 [>= rows, INFO]) for a step of len(seq_lens) <= max_rows rows. capacity >= budget + rows.
+    skip int32 [>= rows]: tokens, whole tiles, at the begin of each row that are left out (None: nobody's; not with a window)."""
     count = seq_lens.shape[0]
     # Two variants at most: few rows in many lanes, or every row.
     padded = 16 if count <= 16 else int(triton.next_power_of_2(max_rows))
     plan_kernel[(1,)](
-        query_start, seq_lens, rows, items, cuts, count, budget, capacity,
-        TILE=tile, MIN_TILES=min_tiles, WINDOW=window or 0, MAX_SPLITS=max_splits,
+        query_start, seq_lens, rows, seq_lens if skip is None else skip, items, cuts, count, budget, capacity,
+        SKIP=skip is not None, TILE=tile, MIN_TILES=min_tiles, WINDOW=window or 0, MAX_SPLITS=max_splits,
         ROWS=padded, LANES=max(1, min(128, 2048 // padded)), BLOCK_C=int(triton.next_power_of_2(max_items)), num_warps=8 if padded > 64 else 4,
     )  # fmt: skip
