@@ -74,5 +74,7 @@ def test_the_flags_give_what_the_same_config_json_gives(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     common: dict[str, Any] = {"dtype": "float32", "num_threads": 1}
     right = LLM(str(said), **common).generate(prompt, params)[0].outputs[0].token_ids
-    found = LLM(str(asked), rope_scaling_factor=4.0, rope_theta=50000.0, **common).generate(prompt, params)[0].outputs[0].token_ids
+    found = (
+        LLM(str(asked), rope_scaling_factor=4.0, rope_theta=50000.0, **common).generate(prompt, params)[0].outputs[0].token_ids
+    )
     assert found == right

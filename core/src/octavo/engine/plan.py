@@ -231,7 +231,8 @@ def _stretched(config: EngineConfig, source: ModelSource, why: dict[str, str]) -
     factor, theta = config.rope_scaling_factor, config.rope_theta
     if factor is None and theta is None:
         return source
-    flags = [f"--rope-scaling-factor {factor:g}"] * (factor is not None) + [f"--rope-theta {theta:g}"] * (theta is not None)
+    named = {"--rope-scaling-factor": factor, "--rope-theta": theta}
+    flags = [f"{flag} {value:g}" for flag, value in named.items() if value is not None]
     try:
         changed = stretched(source.config, factor=factor, theta=theta)
     except LoadError as error:
