@@ -2,9 +2,8 @@
 
 `BlockAllocator` is core's `octavo.interfaces.Allocator`. It owns ids, never tensors, and never
 waits for the device: a released block is at once reusable because whatever reuses it is submitted
-later to the same stream. The work is done by `blocks.Blocks` (physical blocks), `table.GroupTable`
-(one block table per KV group), `prefix.PrefixIndex` (content to block), `pins.Pins`, and with host
-memory `tier.HostTier` (its slots) and `spill.Spill` (the traffic between the two).
+later to the same stream. It is a `stock.Stock` (blocks, index of prefixes, pins, second tier) with rows,
+each of which has a line in one `table.GroupTable` per KV group.
 
 All groups draw from one pool. Per-row bounds keep the common step short: a decode step where
 nothing is due compares them and returns.
@@ -27,27 +26,19 @@ from typing import Any
 
 import numpy as np
 
-from octavo.cache.blocks import Blocks
 from octavo.cache.conflict import Conflict
-from octavo.cache.geometry import sequence_blocks
-from octavo.cache.hit import longest_hit
-from octavo.cache.pins import Pin, Pins, pin_id
-from octavo.cache.prefix import Lineage, PrefixIndex
-from octavo.cache.spill import Spill
+from octavo.cache.prefix import Lineage
+from octavo.cache.stock import Stock
 from octavo.cache.table import GroupTable
-from octavo.cache.tier import HostTier, Parcel
-from octavo.errors import ConfigError
-from octavo.interfaces import AllocatorParts, Usage
-from octavo.request import MOVE, TableUpdate
+from octavo.cache.tier import Parcel
+from octavo.interfaces import AllocatorParts
 
 NEVER = np.iinfo(np.int64).max
 
 _ZERO = np.array(0)
 
-Copies = tuple[tuple[int, np.ndarray, np.ndarray], ...]
 
-
-class BlockAllocator:
+class BlockAllocator(Stock):
     """The allocator of `octavo.interfaces`; its docstrings are the contract of every method here.
 
     Additions to the contract, kept here so that nobody has to guess:
@@ -59,24 +50,10 @@ class BlockAllocator:
       be a source in one entry and a target in a later one. Within an entry sources and targets are disjoint.
     - `release` publishes what the row computed and knows before it lets go.
     - After `reset`, the rows that were running publish nothing any more.
-
-    prefix_queries and prefix_hits count the tokens that `admit` looked up and found.
     """
 
     def __init__(self, options: Any, parts: AllocatorParts) -> None:
-        _check_parts(parts)
-        self.prefix_queries = 0
-        self.prefix_hits = 0
-        self._groups = parts.groups
-        self._max_step_tokens = parts.max_step_tokens
-        self._prefix_caching = parts.prefix_caching
-        self._copies: list[tuple[int, np.ndarray, np.ndarray]] = []
-        capacity = max(parts.num_blocks, parts.max_blocks)
-        tier = HostTier(parts.host_slots) if parts.host_slots else None
-        self._index = PrefixIndex(capacity, None if tier is None else tier.index)
-        self._spill = None if tier is None else Spill(tier, self._index, self._copies)
-        self._blocks = Blocks(parts.num_blocks, self._index.remove if self._spill is None else self._spill.evicted, capacity)
-        self._pins = Pins(self._blocks)
+        super().__init__(parts)
         # A row of state: the bounds, then first, held and published of each group.
         empty = [0, 0, 0, 0, 0, -1, NEVER, NEVER] + [0, 0, 0] * len(parts.groups)
         self._empty = np.array(empty)
@@ -91,8 +68,6 @@ class BlockAllocator:
         )
         self._views = tuple(_read_only(table.array) for table in self._tables)
         self._windowed = tuple(t for t in self._tables if t.window is not None)
-        self._sizes = tuple(sorted({t.block_size for t in self._tables}))
-        self._limit = parts.max_model_len
         self._ranks = [0] * parts.max_rows  # what the row's prefixes are worth (blocks.RANKS)
         self._lineages: list[Lineage | None] = [None] * parts.max_rows
         # What `admit` makes of an empty row: it holds nothing, and these are the first things to come.
@@ -242,26 +217,10 @@ class BlockAllocator:
             table.published[rows] = np.minimum(table.published[rows], column)
         self._expect(rows)
 
-    # ------------------------------------------------------------ the pool
-
-    def blocks(self, tokens: int) -> int:
-        return sequence_blocks(self._groups, tokens, self._max_step_tokens)
-
-    def fits(self, tokens: int) -> bool:
-        return tokens <= self._limit and self.blocks(tokens) <= self._blocks.total - self._pins.blocks().size
-
-    def drain(self) -> tuple[tuple[TableUpdate, ...], Copies]:
-        updates = tuple(update for table in self._tables if (update := table.changes()) is not None)
-        copies = tuple(self._copies)
-        self._copies.clear()
-        return updates, copies
+    # ------------------------------------------------------------ all of it
 
     def table(self, group: int) -> np.ndarray:
         return self._views[group]
-
-    def usage(self) -> Usage:
-        blocks, pinned = self._blocks, self._pins.alone()
-        return Usage(blocks.total, blocks.free, blocks.cached, blocks.total - blocks.free - blocks.cached - pinned, pinned)
 
     def reset(self) -> None:
         self._pins.clear()
@@ -272,59 +231,6 @@ class BlockAllocator:
         self._blocks.discard(cached)
         self._lineages = [None] * len(self._lineages)
         self._due[:] = NEVER
-
-    def evict(self) -> int:
-        count = self._blocks.cached
-        self._blocks.evict(count)
-        return count
-
-    def pin(self, tokens: np.ndarray, domain: str, salt: str = "", *, leave: int = 0) -> int:
-        if not self._prefix_caching:
-            return 0
-        hit, found = self._look_up(Lineage(tokens, domain, salt, self._sizes), len(tokens) + 1, 0)
-        blocks = np.array([block for group in found for block in group], np.intp)
-        if not hit or np.union1d(self._pins.blocks(), blocks).size > self._blocks.total - leave:
-            return 0
-        self._pins.add(pin_id(tokens, domain, salt), Pin(hit, blocks))
-        return hit
-
-    def unpin(self, tokens: np.ndarray, domain: str, salt: str = "") -> int:
-        return self._pins.remove(pin_id(tokens, domain, salt))
-
-    def resize(self, num_blocks: int) -> int:
-        if num_blocks >= self._blocks.total:
-            self._blocks.grow(min(num_blocks, self._blocks.capacity))
-            return self._blocks.total
-        idle = self._blocks.free + self._blocks.cached
-        num_blocks = max(num_blocks, self._blocks.total - idle, 1)
-        blocks, targets = self._blocks.shrink(num_blocks)
-        if blocks.size:
-            self._index.move(blocks.tolist(), targets.tolist())
-            self._pins.move(blocks, targets)
-            for table in self._tables:
-                table.move(blocks, targets)
-            self._copies.append((MOVE, blocks, targets))
-        return num_blocks
-
-    def memory(self) -> dict[str, Any]:
-        """Numbers for people: what the prefix cache, its pins and the host tier hold, and have done."""
-        tier = None if self._spill is None else self._spill.tier
-        usage = self.usage()
-        return {
-            "blocks": usage.total,
-            "used_blocks": usage.used,
-            "cached_blocks": usage.cached,
-            "pinned_blocks": int(self._pins.blocks().size),
-            "pins": self._pins.sizes(),
-            "evicted_blocks": self._blocks.evictions,
-            "prefix_queries": self.prefix_queries,
-            "prefix_hits": self.prefix_hits,
-            "host_slots": tier.total if tier else 0,
-            "host_cached_slots": tier.cached if tier else 0,
-            "host_parcel_slots": tier.used if tier else 0,
-            "host_hits": tier.hits if tier else 0,
-            "host_stores": tier.stores if tier else 0,
-        }
 
     def check(self) -> None:
         from octavo.cache.integrity import check
@@ -350,16 +256,6 @@ class BlockAllocator:
             self._bound(rows)
             self._expect(rows)
         return hit
-
-    def _look_up(self, lineage: Lineage, known: int, rank: int) -> tuple[int, list[list[int]]]:
-        """The longest hit and its blocks, all of them in the pool: what lies in host memory is brought back,
-        or passed over if there is no room for it."""
-        hit, found = longest_hit(self._index, self._tables, lineage, known)
-        if self._spill is not None and any(block >= self._blocks.capacity for group in found for block in group):
-            if self._spill.promote(found, self._blocks, rank):
-                return hit, found
-            hit, found = longest_hit(self._index.alone(), self._tables, lineage, known)
-        return hit, found
 
     def _resume(self, row: int, hit: int, parcel: Parcel) -> int:
         """Continue from a parcel that reaches further than the hit, if there is room; the tokens computed then."""
@@ -494,23 +390,6 @@ class BlockAllocator:
         for row in rows.tolist():
             if self._lineages[row] is not None:
                 self._due[row] = min((int(t.published[row]) + 1) * t.block_size for t in self._tables)
-
-
-def _check_parts(parts: AllocatorParts) -> None:
-    if not parts.groups or parts.num_blocks < 1 or parts.max_rows < 1 or parts.max_model_len < 1:
-        raise ConfigError(
-            f"the allocator needs at least one KV group, block, row and token; got {len(parts.groups)} groups, "
-            f"{parts.num_blocks} blocks, {parts.max_rows} rows, max_model_len {parts.max_model_len}"
-        )
-    for at, group in enumerate(parts.groups):
-        if group.index != at:
-            raise ConfigError(f"KV group {at} has index {group.index}: groups are given in the order of their indices")
-        if group.spec.kind == "state":
-            raise ConfigError(f"KV group {at}: this allocator keeps blocks of tokens, not per-sequence state; choose another")
-        if group.block_size < 1 or (group.spec.kind == "window") != (group.spec.window is not None):
-            raise ConfigError(f"KV group {at}: block size {group.block_size}, kind {group.spec.kind}, window {group.spec.window}")
-        if group.spec.window is not None and group.spec.window < 1:
-            raise ConfigError(f"KV group {at}: a window of {group.spec.window} tokens; it must hold at least the current one")
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
