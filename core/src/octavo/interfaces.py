@@ -567,7 +567,9 @@ class Quantizer(Protocol):
     (the name in quantization_config or the flag; "" for none), config, architecture, dummy (random
     weights, of which there is no config). One that dequantises says in
     Accept.preferences["stored_values"] how many values of the model's dtype an element of a quantised tensor becomes, by the end
-    of the tensor's name: the pool is sized by it."""
+    of the tensor's name; one that quantises plain weights as they load, in ["linear_bytes"] how many bytes a weight of a Linear
+    then has: the pool is sized by both. ["kv_cache_dtype"] is the KV dtype that the checkpoint has scales for, taken by
+    `--kv-cache-dtype auto`."""
 
     def linear(
         self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, head: bool = False
