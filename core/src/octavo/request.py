@@ -199,14 +199,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_generation: int = 0
 
 
-def check_request(prompt: list[int], params: SamplingParams, info: ModelInfo, *, param: str = "prompt") -> SamplingParams:
-    """Check a prompt and its parameters against one model's limits; before anything is allocated.
-
-    Returns the parameters with `max_tokens` resolved and `top_k` clamped to the vocabulary.
-    Raises RequestError.
-    """
-    if not prompt:
-        raise RequestError(f"{param} is empty: at least one token is needed", param=param, code="invalid_value")
+def _check_ids(prompt: list[int], info: ModelInfo, param: str) -> None:
     ids = np.asarray(prompt)
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
         raise RequestError(f"{param} must be a list of integer token ids", param=param, code="invalid_value")
@@ -215,11 +208,23 @@ def check_request(prompt: list[int], params: SamplingParams, info: ModelInfo, *,
         raise RequestError(
             f"{param} has token id {wrong}, outside the vocabulary [0, {info.vocab_size})", param=param, code="invalid_value"
         )
+
+
+def check_request(prompt: list[int], params: SamplingParams, info: ModelInfo, *, param: str = "prompt") -> SamplingParams:
+    """Check a prompt and its parameters against one model's limits; before anything is allocated.
+
+    Returns the parameters with `max_tokens` resolved and `top_k` clamped to the vocabulary.
+    Raises RequestError.
+    """
+    if not prompt:
+        raise RequestError(f"{param} is empty: at least one token is needed", param=param, code="invalid_value")
+    room = info.max_model_len - len(prompt)
+    if room >= 1:  # a list that is too long anyway is not worth looking through
+        _check_ids(prompt, info, param)
     for name, tokens in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", params.logit_bias or ())):
         for token in tokens:
             if token >= info.vocab_size:
                 raise _bad(name, f"token id {token} is outside the vocabulary [0, {info.vocab_size})")
-    room = info.max_model_len - len(prompt)
     if room < 1 or (params.max_tokens is not None and params.max_tokens > room):
         asked = (
             f" and {params.max_tokens} were asked for in the completion" if params.max_tokens is not None and room >= 1 else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
@@ -33,6 +34,7 @@ from octavo.server.service import Service, State, principal
 from octavo.text.chat import render_chat
 
 router = APIRouter()
+_encode = msgspec.json.Encoder().encode
 
 
 @router.head("/health", include_in_schema=False)
@@ -96,19 +98,25 @@ def _tokenizer_of(request: Request, state: Service, name: str | None) -> AsyncLL
 
 
 @router.post("/tokenize", tags=["tokenizer"], openapi_extra=openapi.body(TokenizeRequest))
-async def tokenize(request: Request, state: State) -> dict[str, Any]:
+async def tokenize(request: Request, state: State) -> Response:
     """Token ids of a text or of a conversation."""
     body = await body_of(request, state, TokenizeRequest)
     llm = _tokenizer_of(request, state, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: send either `prompt` or `messages`", param="prompt", code="invalid_value")
     with principal(request).quota.enter():
-        ids = await while_connected(request, asyncio.to_thread(_encode, llm, body))
+        answer = await while_connected(request, asyncio.to_thread(_tokenized, llm, body))
+    return Response(answer, media_type="application/json")
+
+
+def _tokenized(llm: AsyncLLM, body: TokenizeRequest) -> bytes:
+    """The answer's JSON: a long text has millions of tokens, and none of this is for the event loop."""
+    ids = _ids(llm, body)
     names = [token_name(llm.tokenizer, i) for i in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": llm.info.max_model_len, "tokens": ids, "token_strs": names}
+    return _encode({"count": len(ids), "max_model_len": llm.info.max_model_len, "tokens": ids, "token_strs": names})
 
 
-def _encode(llm: AsyncLLM, body: TokenizeRequest) -> list[int]:
+def _ids(llm: AsyncLLM, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         return llm.tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
     return render_chat(
@@ -124,12 +132,14 @@ async def detokenize(request: Request, state: State) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
     body = await body_of(request, state, DetokenizeRequest)
     llm = _tokenizer_of(request, state, body.model)
-    wrong = next((i for i in body.tokens if not 0 <= i < llm.info.vocab_size), None)
-    if wrong is not None:
-        raise ApiError(
-            400, f"tokens: {wrong} is outside the vocabulary [0, {llm.info.vocab_size})", param="tokens", code="invalid_value"
-        )
     with principal(request).quota.enter():
-        work = asyncio.to_thread(llm.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        text = await while_connected(request, work)
+        text = await while_connected(request, asyncio.to_thread(_text, llm, body.tokens))
     return {"prompt": text}
+
+
+def _text(llm: AsyncLLM, tokens: list[int]) -> str:
+    vocab = llm.info.vocab_size
+    wrong = next((i for i in tokens if not 0 <= i < vocab), None)
+    if wrong is not None:
+        raise ApiError(400, f"tokens: {wrong} is outside the vocabulary [0, {vocab})", param="tokens", code="invalid_value")
+    return llm.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,8 +1,8 @@
 """Parsing of request bodies: bytes to a checked model, and every failure to one 400.
 
-Owns the step from JSON to the models of `protocol`, with errors that name the field. Must never let
-the size or depth of a body cost more than reading it: JSON depth is bounded by the parser, and
-validation stops at the first thing wrong.
+Owns the step from JSON to the models of `protocol`, with errors that name the field. Must never let a
+body cost much more than reading it: JSON depth is bounded by the parser, the number of its values is
+bounded before it is parsed, and validation stops at the first thing wrong.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class Wire(BaseModel):
 
 M = TypeVar("M", bound=Wire)
 
+SMALL = 64 << 10  # bytes: so little is never worth counting, nor a thread
+MAX_STRINGS = 40_000
+MAX_CONTAINERS = 20_000
+MAX_VALUES = 1 << 19
 _CODES = {"missing": "missing_required_parameter", "unknown_field": "unknown_parameter", "unsupported": "unsupported"}
 _NOT_PATH = {"str", "int", "float", "bool", "none", "function-after", "function-before"}
 
@@ -62,10 +66,32 @@ def parse(model: type[M], body: bytes) -> M:
     """`body` as `model`. Raises ApiError 400 with the field in `param`."""
     if not body.strip():
         raise ApiError(400, "The request body is empty; a JSON object is needed.", code="invalid_json")
+    if len(body) > SMALL:
+        _check_shape(body)
     try:
         return model.model_validate_json(body)
     except ValidationError as exc:
         raise _explain(exc) from None
+
+
+def _check_shape(body: bytes) -> None:
+    """Raises ApiError for a body of so many values that parsing it would hold everybody up: a parser keeps the
+    interpreter to itself from its first byte to its last, in whatever thread. Counting is a few passes over the
+    bytes, and what is inside strings does not count, so that a long text may hold any characters."""
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = body.count(b'"') // 2
+    if strings <= MAX_STRINGS:
+        body = b"".join(body.split(b'"')[::2])
+        containers = body.count(b"[") + body.count(b"{")
+        if containers <= MAX_CONTAINERS and body.count(b",") + containers <= MAX_VALUES:
+            return
+    raise ApiError(
+        400,
+        f"The request body has too many parts: at most {MAX_STRINGS} strings, {MAX_CONTAINERS} lists and objects, "
+        f"and {MAX_VALUES} values in all.",
+        code="body_too_complex",
+    )
 
 
 def _explain(exc: ValidationError) -> ApiError:
@@ -86,7 +112,11 @@ def _explain(exc: ValidationError) -> ApiError:
     if kind not in ("missing", "unknown_field"):
         seen = error["input"]
         shown = (
-            repr(seen) if isinstance(seen, (int, float, bool, type(None))) else f"{seen!r:.60}" if isinstance(seen, str) else None
+            repr(seen)
+            if isinstance(seen, (int, float, bool, type(None)))
+            else f"{seen[:60]!r:.60}"
+            if isinstance(seen, str)
+            else None
         )
         text += f", got {shown}" if shown else f", got {_json_type(seen)}"
     return ApiError(400, f"{param}: {text}", param=param, code=_CODES.get(kind, "invalid_value"))
