@@ -38,8 +38,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("method", metavar="METHOD", help="The quantizer, such as fp8 or awq.")
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="Folder, GGUF file, hub id, or `demo`.")
     parser.add_argument("--out", type=Path, metavar="DIR", help="The new folder; it must not be there yet.")
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="A text (UTF-8) like those the model will see.")
+    parser.add_argument("--calibrate", "--data", type=Path, metavar="FILE", help="A text (UTF-8) like those the model will see.")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="An option of METHOD (repeatable).")
+    for flag, metavar in (("--group-size", "N"), ("--skip", "MODULES")):
+        key = flag.removeprefix("--").replace("-", "_")
+        parser.add_argument(
+            flag, dest="set", action="append", type=f"{key}={{}}".format, metavar=metavar, help=f"--set {key}={metavar}"
+        )
+    parser.add_argument(
+        "--no-zero-point", dest="set", action="append_const", const="zero_point=false", help="--set zero_point=false"
+    )
     parser.add_argument("--show", action="store_true", help="List the options of METHOD and exit.")
     parser.add_argument("--json", action="store_true", help="Print what was made as JSON.")
     add_flags(parser, EngineConfig, skip=set(EngineConfig.model_fields) - set(FLAGS))
