@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import Any
@@ -43,7 +44,7 @@ def refusal(make: Any) -> ApiError:
         b"\xff\xfe{}",
         b'{"prompt": "\xff"}',
         b'{"prompt": "\\ud800"}',
-        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}",
         b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
     ],
     ids=lambda body: repr(body[:12]),
@@ -263,3 +264,77 @@ def test_errors_never_carry_a_long_value_back() -> None:
     error = refusal(lambda: completion(stop="x" * 100_000).to_params())
     assert len(error.message) < 300
     assert len(refusal(lambda: parse(DetokenizeRequest, json.dumps({"tokens": "y" * 100_000}).encode())).message) < 300
+
+
+# ------------------------------------------------------------------ what a body may cost
+
+SIZE = 8 << 20
+FIRST = b'{"prompt": '
+TALK = b'{"messages": [{"role": "user", "content": "x"}], '
+
+
+def filled(head: bytes, piece: bytes, tail: bytes, count: int = 0) -> bytes:
+    """head, as many pieces as fit (or `count`), tail: a body of at most SIZE bytes."""
+    return head + piece * (count or (SIZE - len(head) - len(tail)) // len(piece)) + tail
+
+
+HOSTILE = {
+    "ids": (CompletionRequest, filled(FIRST + b"[", b"9,", b"9]}")),
+    "lists": (CompletionRequest, filled(FIRST + b"[", b"[9],", b"[9]]}")),
+    "empty lists": (CompletionRequest, filled(FIRST + b"[", b"[],", b"[]]}")),
+    "texts": (CompletionRequest, filled(FIRST + b"[", b'"",', b'""]}')),
+    "stops": (CompletionRequest, filled(b'{"prompt": "x", "stop": [', b'"x",', b'"x"]}')),
+    "fields": (CompletionRequest, b"{" + b",".join(b'"%d":1' % i for i in range(600_000)) + b"}"),
+    "biases": (CompletionRequest, b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % i for i in range(600_000)) + b"}}"),
+    "depth": (CompletionRequest, FIRST + b"[" * (SIZE // 2 - 20) + b"]" * (SIZE // 2 - 20) + b"}"),
+    "messages": (ChatRequest, filled(b'{"messages": [', b'{"role":"user","content":"x"},', b'{"role":"user","content":"x"}]}')),
+    "tools": (ChatRequest, filled(TALK + b'"tools": [', b"{},", b"{}]}")),
+    "values": (ChatRequest, filled(TALK + b'"chat_template_kwargs": {"a": [', b"{},", b"{}]}}")),
+    "quotes": (CompletionRequest, filled(FIRST, b'"', b"}")),
+    "backslashes": (CompletionRequest, filled(FIRST + b'"', b"\\", b'"}')),
+}
+LARGE = {
+    "ids": (CompletionRequest, filled(FIRST + b"[", b"9,", b"9]}", 500_000)),
+    "lists": (CompletionRequest, filled(FIRST + b"[", b"[9],", b"[9]]}", 19_000)),
+    "texts": (CompletionRequest, filled(FIRST + b"[", b'"a text, [with] {signs}",', b'"x"]}', 39_000)),
+    "one text": (CompletionRequest, filled(FIRST + b'"', b"Well, it is [so], is it {not}? ", b'"}')),
+    "escapes": (CompletionRequest, filled(FIRST + b'"', b"\\u00e9", b'"}')),
+    "quoted quotes": (CompletionRequest, filled(FIRST + b'"', b'She said: \\"So, [it] is.\\" ', b'"}')),
+    "messages": (
+        ChatRequest,
+        filled(b'{"messages": [', b'{"role":"user","content":"x"},', b'{"role":"user","content":"x"}]}', 8000),
+    ),
+}
+
+
+def cost(model: Any, body: bytes) -> float:
+    """Least processor time of three readings, in seconds."""
+    times = []
+    for _ in range(3):
+        began = time.thread_time()
+        with contextlib.suppress(ApiError):
+            parse(model, body)
+        times.append(time.thread_time() - began)
+    return min(times)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_of_millions_of_values_is_refused_before_it_is_parsed(name: str) -> None:
+    model, body = HOSTILE[name]
+    assert len(body) <= SIZE
+    assert refusal(lambda: parse(model, body)).status == 400
+    assert cost(model, body) < 0.1  # parsing it takes up to two seconds
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_body_within_the_bounds_is_read(name: str) -> None:
+    """Whatever characters its texts hold. The parser keeps everybody waiting meanwhile: it must be short."""
+    model, body = LARGE[name]
+    assert parse(model, body)
+    assert cost(model, body) < 0.15
+
+
+def test_what_is_inside_strings_does_not_count() -> None:
+    text = '[{,"' * 100_000
+    assert completion(prompt=text).prompt == text
+    assert completion(prompt="\\" * 200_000 + '"' + "," * 600_000).prompt.endswith(",")
