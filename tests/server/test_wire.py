@@ -291,9 +291,9 @@ HOSTILE = {
     "tools": (ChatRequest, filled(TALK + b'"tools": [', b"{},", b"{}]}")),
     "values": (ChatRequest, filled(TALK + b'"chat_template_kwargs": {"a": [', b"{},", b"{}]}}")),
     "quotes": (CompletionRequest, filled(FIRST, b'"', b"}")),
-    "backslashes": (CompletionRequest, filled(FIRST + b'"', b"\\", b'"}')),
 }
 LARGE = {
+    "backslashes": (CompletionRequest, filled(FIRST + b'"', b"\\", b'"}')),
     "ids": (CompletionRequest, filled(FIRST + b"[", b"9,", b"9]}", 500_000)),
     "lists": (CompletionRequest, filled(FIRST + b"[", b"[9],", b"[9]]}", 19_000)),
     "texts": (CompletionRequest, filled(FIRST + b"[", b'"a text, [with] {signs}",', b'"x"]}', 39_000)),
