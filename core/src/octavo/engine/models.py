@@ -21,7 +21,7 @@ from octavo.engine.client import STOP_SECONDS
 from octavo.engine.messages import Progress
 from octavo.engine.served import Lease, Served
 from octavo.engine.split import Split
-from octavo.errors import ConfigError, UnknownModel
+from octavo.errors import AdmissionRefused, ConfigError, UnknownModel
 from octavo.request import SamplingParams
 from octavo.wording import complaints, hint
 
@@ -37,6 +37,8 @@ OWN = frozenset({"model_adapter", "attention_backend"})
 ALSO_INHERITED = frozenset({"enable_prefix_caching", "gpu_memory_utilization"})
 
 WARM_TOKENS = 4
+WARM_ROWS = (2, 4, *range(8, 65, 8))
+"""Sizes of decoding steps that a warm-up runs on a GPU; larger ones are captured when they come."""
 
 
 def beside(base: EngineConfig, model: str, settings: Mapping[str, Any]) -> EngineConfig:
@@ -340,12 +342,19 @@ class ModelTable:
 
 
 async def warm_up(llm: AsyncLLM, prompts: list[str] | None = None) -> int:
-    """Generate a little, so that the first client does not pay for what happens once. Raises what `generate` raises."""
+    """Generate a little, so that the first clients do not pay for what happens once: on a GPU, kernels that are
+    compiled and graphs that are captured at the first step of their size. Returns the prompt tokens that
+    were computed. Raises what `generate` raises."""
     params = SamplingParams(max_tokens=WARM_TOKENS, temperature=0.0)
     computed = 0
     for prompt in prompts or ["hello"]:
         outputs = [output async for output in llm.generate(prompt, params)]
         computed += len(outputs[-1].prompt_token_ids) - outputs[-1].num_cached_tokens
+    if llm.explain.get("device", {}).get("type") == "cuda":
+        with contextlib.suppress(AdmissionRefused):  # a pool too small for so many rows will never run so many
+            for rows in (n for n in WARM_ROWS if n <= llm.info.max_num_seqs):
+                many = SamplingParams(n=rows, max_tokens=WARM_TOKENS, ignore_eos=True)
+                _ = [output async for output in llm.generate("hello", many)]
     return computed
 
 
