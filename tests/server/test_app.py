@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from octavo.config import ServerConfig
 from octavo.errors import AdmissionRefused, ConfigError, EngineDead, RequestError
 from octavo.server.app import create_app
 from octavo.server.auth import OPEN
+from octavo.server.clients import frame
 from octavo.server.errors import to_api_error
 from octavo.server.serve import is_loopback
 
@@ -192,3 +194,10 @@ def test_the_server_process_never_imports_torch() -> None:
 
     code = "import sys, octavo.server.serve; print([m for m in ('torch', 'transformers', 'triton', 'cupy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_a_streams_events_are_one_line_each_for_every_way_of_splitting_lines() -> None:
+    text = "".join(map(chr, [*range(0x20), 0x7F, 0x85, 0xA0, 0x2028, 0x2029, 0xFEFF, 0x1F600]))
+    event = frame({"text": text})
+    assert event.decode().splitlines()[1:] == [""]
+    assert json.loads(event.removeprefix(b"data: ")) == {"text": text}

@@ -58,9 +58,17 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         await _end(task, watch)
 
 
+_SEPARATORS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
 def frame(chunk: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + _encode(chunk) + b"\n\n"
+    """One server-sent event. Its lines end at line feeds alone, but many clients also split at Unicode's other
+    line separators: those are spelt as escapes."""
+    data: bytes = _encode(chunk)
+    for character, escape in _SEPARATORS:
+        if character in data:
+            data = data.replace(character, escape)
+    return b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
