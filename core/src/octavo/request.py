@@ -196,7 +196,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
     max_num_seqs: int = 0
-    load_generation: int = 0
 
 
 def _check_ids(prompt: list[int], info: ModelInfo, param: str) -> None:
