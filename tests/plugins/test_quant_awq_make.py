@@ -254,11 +254,20 @@ def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- structure
 
 
+def test_heads_that_share_a_v_head_share_their_scale() -> None:
+    from octavo_quant_awq.make.structure import Group, Module
+
+    o = Group((Module("o_proj", 4, 8),), "rows", "v_proj", "o_proj", repeat=2, width=2)  # 2 v heads of 2, 4 heads
+    tied = o.tied(torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]))
+    assert tied.tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
+    assert o.of_rows(tied).tolist() == [2, 3, 6, 7]
+
+
 def test_what_scales_fold_into_by_family() -> None:
     from octavo_quant_awq.make.structure import Module, describe
 
     def fold(linear: tuple[Module, ...], others: tuple[tuple[Module, ...], ...], norms: set[str]) -> tuple[Any, ...]:
-        (first, *_) = describe((linear, *others), norms)
+        (first, *_) = describe((linear, *others), norms, v=(2, 16))
         return first.fold, first.source, first.judge
 
     down, up = Module("l.0.mlp.down_proj", 64, 192), Module("l.0.mlp.up_proj", 192, 64)
@@ -269,6 +278,7 @@ def test_what_scales_fold_into_by_family() -> None:
     assert fold((gate_up,), ((down,),), {post}) == ("norm", post, down.name)
     assert fold((down,), ((gate_up,),), set()) == ("rows", gate_up.name, down.name)
     q, v, o = (Module(f"l.0.self_attn.{n}_proj", rows, 64) for n, rows in (("q", 64), ("v", 32), ("o", 64)))
-    assert fold((o,), ((q, v),), set())[0] is None  # one v row would need several scales
-    assert fold((o,), ((q, Module(v.name, 64, 64)),), set()) == ("rows", v.name, o.name)
+    qkv = Module("l.0.self_attn.qkv_proj", 128, 64)
+    assert fold((o,), ((q, v),), set()) == ("rows", v.name, o.name)
+    assert fold((o,), ((qkv,),), set()) == ("rows", qkv.name, o.name)
     assert fold((Module("l.0.mixer.in_proj", 8, 8),), (), set())[0] is None

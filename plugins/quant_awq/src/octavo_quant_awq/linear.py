@@ -84,9 +84,10 @@ class FourBitLinear:
     def _filler(self, name: str, offset: int, take: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:
         def fill(tensor: Tensor) -> None:
             take(offset, tensor.to(self._device))
-            self._waiting.discard(name)
-            if not self._waiting:
-                self.matrix.finish()
+            if name in self._waiting:  # a tensor that only confirms may come when the matrix is finished
+                self._waiting.remove(name)
+                if not self._waiting:
+                    self.matrix.finish()
 
         return fill
 

@@ -45,7 +45,8 @@ def quantize(options: AwqMakeOptions, task: QuantizeTask) -> Quantized:
     whole = [text for text in texts if len(text) == options.window] or texts[:1]
     model = WatchedModel(task, len(whole[0]) if whole else options.window, task.device.free_memory // 4)
     scheme = read_awq(config)
-    groups = _groups(model, scheme)
+    layer = task.adapter.facts(task.source.config, task.dtype, task.dtype).layers[0]
+    groups = _groups(model, scheme, (layer.num_kv_heads, layer.v_dim))
     making = _Making(options, task, model, groups, whole)
     making.run()
     weights = sum(m.rows * m.inputs for g in groups for m in g.modules)
@@ -59,7 +60,7 @@ def quantize(options: AwqMakeOptions, task: QuantizeTask) -> Quantized:
     return Quantized(config, report)
 
 
-def _groups(model: WatchedModel, scheme: Scheme) -> tuple[Group, ...]:
+def _groups(model: WatchedModel, scheme: Scheme, v: tuple[int, int]) -> tuple[Group, ...]:
     """What is quantised. A Linear of which a part stays plain has no scale, since the part would need it too."""
     wanted = []
     for modules in model.linears:
@@ -74,7 +75,7 @@ def _groups(model: WatchedModel, scheme: Scheme) -> tuple[Group, ...]:
     if not wanted:
         raise QuantizeError("nothing is left to quantise: every matrix is skipped")
     norms = {name for name in model.tensors.names() if model.other(name)}
-    described = describe([kept for kept, _ in wanted], norms)
+    described = describe([kept for kept, _ in wanted], norms, v)
     return tuple(g if whole else Group(g.modules) for g, (_, whole) in zip(described, wanted, strict=True))
 
 
@@ -150,13 +151,14 @@ class _Making:
     def _scale(self, group: Group, ratio: float, seen: Seen) -> Tensor:
         """The chosen scale of a group's inputs, float32."""
         weights = [self._model.tensors(f"{m.name}.weight") for m in group.modules]
-        return scale_for(ratio, seen.mean.to(weights[0].device), importance(weights, self._size(group)))
+        heavy = importance(weights, self._size(group))
+        return scale_for(ratio, group.tied(seen.mean.to(heavy.device)), group.tied(heavy))
 
     def _size(self, group: Group) -> int:
         return group.inputs if self._options.group_size == -1 else self._options.group_size
 
     def _write_linears(self, scales: Mapping[str, Tensor], seen: Mapping[str, Seen]) -> None:
-        rows = {g.source: scales[g.key] for g in self._groups if g.fold == "rows" and g.key in scales}
+        rows = self._row_scales(scales)
         for index, group in enumerate(self._groups):
             self._task.tell("rounding", index, len(self._groups))
             tensors = self._state.linear(index)
@@ -196,7 +198,7 @@ class _Making:
         """Everything that is not quantised, with the scales that are folded into it."""
         quantised = {f"{m.name}.{end}" for g in self._groups for m in g.modules for end in ("weight", "bias")}
         norms = {g.source: scales[g.key].cpu() for g in self._groups if g.fold == "norm" and g.key in scales}
-        rows = {g.source: scales[g.key].cpu() for g in self._groups if g.fold == "rows" and g.key in scales}
+        rows = {name: scale.cpu() for name, scale in self._row_scales(scales).items()}
         offset = self._norm_offset()
         for name in self._model.tensors.names():
             if name in quantised or self._task.adapter.ignored(name):
@@ -208,6 +210,10 @@ class _Making:
             elif owner in rows:
                 tensor = _divide_rows(tensor.float(), rows[owner]).to(tensor.dtype)
             self._task.writer.add(name, tensor)
+
+    def _row_scales(self, scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By module: what its last rows are divided by."""
+        return {g.source: g.of_rows(scales[g.key]) for g in self._groups if g.fold == "rows" and g.key in scales}
 
     def _norm_offset(self) -> float:
         """What the model adds to the stored weights of its norms: 1 for Gemma."""

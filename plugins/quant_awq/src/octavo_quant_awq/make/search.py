@@ -92,7 +92,7 @@ class Scoring:
         """What each candidate adds to the group's output: x (Q(W s) / s - W)^T."""
         weights = [self._tensors(f"{m.name}.weight") for m in group.modules]
         size = group.inputs if self._size == -1 else self._size
-        mean, heavy = self._seen[group.key].mean.to(x.device), importance(weights, size)
+        mean, heavy = group.tied(self._seen[group.key].mean.to(x.device)), group.tied(importance(weights, size))
         found = []
         for candidate in self.candidates:
             s = scale_for(RATIOS[candidate], mean, heavy)

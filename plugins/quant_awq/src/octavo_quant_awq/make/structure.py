@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Module:
@@ -23,13 +25,16 @@ class Module:
 @dataclass(frozen=True, slots=True)
 class Group:
     """Modules that share one input. fold: what its scale goes into: "norm" (the tensor `source`), "rows" (the last rows of
-    the module `source`, as many as there are inputs), None (no scale). judge: the first module of the group whose output
-    says how good a scale is: its own, or where attention or MLP ends."""
+    the module `source`), None (no scale). judge: the first module of the group whose output says how good a scale is: its
+    own, or where attention or MLP ends. repeat: how many inputs one row feeds, `width` apart: the heads that share a v head
+    under GQA, which must have one scale."""
 
     modules: tuple[Module, ...]
     fold: Literal["norm", "rows"] | None = None
     source: str = ""
     judge: str = ""
+    repeat: int = 1
+    width: int = 1
 
     @property
     def key(self) -> str:
@@ -38,6 +43,15 @@ class Group:
     @property
     def inputs(self) -> int:
         return self.modules[0].inputs
+
+    def tied(self, values: Tensor) -> Tensor:
+        """[inputs] -> [inputs]: the mean of those that one row feeds, for each of them."""
+        shared = values.view(-1, self.repeat, self.width)
+        return shared.mean(1, keepdim=True).expand_as(shared).flatten()
+
+    def of_rows(self, scale: Tensor) -> Tensor:
+        """[inputs] -> [rows that feed them]: a scale that is tied, once for each row."""
+        return scale.view(-1, self.repeat, self.width)[:, 0].flatten()
 
     @property
     def clipped(self) -> tuple[Module, ...]:
@@ -49,13 +63,13 @@ class Group:
 _STARTS = {"q_proj": "o_proj", "qkv_proj": "o_proj", "gate_proj": "down_proj", "gate_up_proj": "down_proj"}
 
 
-def describe(linears: Sequence[tuple[Module, ...]], norms: Collection[str]) -> tuple[Group, ...]:
-    """The group of each Linear. norms: names of the model's other tensors."""
+def describe(linears: Sequence[tuple[Module, ...]], norms: Collection[str], v: tuple[int, int]) -> tuple[Group, ...]:
+    """The group of each Linear. norms: names of the model's other tensors; v: (heads, width) of the values."""
     modules = {m.name: m for linear in linears for m in linear}
-    return tuple(_group(linear, modules, norms) for linear in linears)
+    return tuple(_group(linear, modules, norms, *v) for linear in linears)
 
 
-def _group(linear: tuple[Module, ...], modules: dict[str, Module], norms: Collection[str]) -> Group:
+def _group(linear: tuple[Module, ...], modules: dict[str, Module], norms: Collection[str], v_heads: int, v_width: int) -> Group:
     first = linear[0]
     owner, _, part = first.name.rpartition(".")
     layer, _, block = owner.rpartition(".")
@@ -70,8 +84,8 @@ def _group(linear: tuple[Module, ...], modules: dict[str, Module], norms: Collec
         if source:
             return Group(linear, "rows", source, first.name)
     if part == "o_proj":
-        # under GQA one v row feeds several inputs of o, which cannot have scales of their own
-        v = modules.get(f"{owner}.v_proj")
-        if v is not None and v.rows == first.inputs:
-            return Group(linear, "rows", v.name, first.name)
+        source = next((n for n in (f"{owner}.v_proj", f"{owner}.qkv_proj") if n in modules), "")
+        rows = v_heads * v_width
+        if source and first.inputs % rows == 0:
+            return Group(linear, "rows", source, first.name, first.inputs // rows, v_width)
     return Group(linear)
