@@ -286,6 +286,7 @@ class Step:
     logit_index: Tensor  # int64 [S], index into T of the hidden state that each sampled row uses
     host: StepHost
     rope_tokens: Tensor | None = None  # int64 [T], the sequence's length bound (dynamic RoPE), None where unused
+    wanted: Tensor | None = None  # int64 [S], the tokens whose hidden states are used at all; None: every one
     scratch: dict[str, Any] = field(default_factory=dict)  # per-step values shared by layers (cos/sin, masks, plans)
 
 
@@ -666,7 +667,8 @@ class Model(Protocol):
     its steps out of CUDA graphs."""
 
     def forward(self, step: Step) -> Tensor:
-        """Hidden states [T, hidden] after the final norm."""
+        """Hidden states [T, hidden] after the final norm. A model with an attribute `selects` that is True
+        returns those of step.wanted alone, [S, hidden] in that order, where that is not None."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab] of hidden [S, hidden]."""

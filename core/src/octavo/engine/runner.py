@@ -67,6 +67,7 @@ class ModelRunner:
         self._prompts: dict[int, tuple[SamplingParams, np.ndarray]] = {}  # slots that want prompt logprobs
         self._graphs: DecodeGraphs | None = None
         self._before_step = before_step
+        self._selects = bool(getattr(model, "selects", False))
         self._swap = swap
 
     def use_graphs(self, *, capture: bool = True) -> None:
@@ -131,8 +132,15 @@ class ModelRunner:
             raise RuntimeError(f"step {batch.step} computes nothing: every row is a fork without its source")
         self._attention.prepare(step)
         self._attention.plan(step)
+        count = len(step.logit_index)
+        if self._selects and 0 < count < step.host.num_tokens and not self._wants_prompts(batch):
+            step.wanted = step.logit_index
+            return self._model.logits(self._model.forward(step)), {}
         hidden = self._model.forward(step)
         return self._model.logits(hidden[step.logit_index]), self._prompt_logprobs(batch, hidden)
+
+    def _wants_prompts(self, batch: Batch) -> bool:
+        return bool(self._prompts) and any(int(slot) in self._prompts for slot in batch.slots)
 
     def _ids(self, array: np.ndarray) -> Tensor:
         return to_device(array.astype(np.int64), self._device)

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 class Decoder:
     """interfaces.Model. Building declares every weight; `finish` once they are filled."""
 
+    selects = True
+
     def __init__(self, config: DecoderConfig, parts: ModelParts) -> None:
         dtype, device = getattr(torch, parts.dtype), torch_device(parts.device)
         self._embedding = Embedding(
@@ -51,11 +53,13 @@ class Decoder:
         self._head.finish()
 
     def forward(self, step: Step) -> Tensor:
-        """Hidden states [T, H] after the final norm."""
+        """Hidden states after the final norm, [T, H], or [S, H] where step.wanted names S tokens: what the last
+        layer does after its attention is then done for those alone (of a prompt, that is one token of all)."""
         angles = [rotary(step) for rotary in self._rotaries]
         x, residual = self._embedding(step.token_ids), None
-        for layer, rope in zip(self._layers, self._rope_of, strict=True):
-            x, residual = layer(step, x, residual, angles[rope])
+        last = len(self._layers) - 1
+        for i, (layer, rope) in enumerate(zip(self._layers, self._rope_of, strict=True)):
+            x, residual = layer(step, x, residual, angles[rope], step.wanted if i == last else None)
         return self._norm(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -103,10 +103,11 @@ class SelfAttention:
         if self.norm is not None:
             self._norm_weight = self.norm.finish()
 
-    def __call__(self, step: Step, x: Tensor, angles: Angles) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def __call__(self, step: Step, x: Tensor, angles: Angles, wanted: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H], or [S, H] of the wanted tokens, int64 [S]."""
         qkv = self.qkv(x).view(-1, self._heads, self._dim)
-        return self.output(self._attend.turned(step, qkv, self._norm_weight, self._eps, *angles).view(-1, self._width))
+        found = self._attend.turned(step, qkv, self._norm_weight, self._eps, *angles).view(-1, self._width)
+        return self.output(found if wanted is None else found.index_select(0, wanted))
 
 
 class GatedMLP:
@@ -158,10 +159,15 @@ class DecoderLayer:
             if part is not None:
                 part.finish()
 
-    def __call__(self, step: Step, x: Tensor, residual: Tensor | None, angles: Angles) -> tuple[Tensor, Tensor]:
-        """x is the previous layer's output, not yet added to residual (the sum of all before it)."""
+    def __call__(
+        self, step: Step, x: Tensor, residual: Tensor | None, angles: Angles, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x is the previous layer's output, not yet added to residual (the sum of all before it). wanted int64 [S]:
+        past its attention the layer goes on with these tokens alone."""
         x, residual = self.before_attention(x, residual)
-        x = self.attention(step, x, angles)
+        x = self.attention(step, x, angles, wanted)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted)
         if self.after_attention is not None:
             x = self.after_attention.alone(x)
         x, residual = self.before_mlp(x, residual)
