@@ -348,3 +348,49 @@ assert peak < 1.2 * report.nbytes, (peak, report.nbytes)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- Gemma 3
+
+
+def test_a_gemma3_file_is_the_model_it_was_made_from(tmp_path: Path) -> None:
+    """Its norms are stored plus one, its second norm of a layer is another one than Llama's, and every sixth layer sees
+    everything with a RoPE of its own: logits equal transformers' of the model that was written."""
+    from octavo.model.adapters import DecoderAdapter
+    from octavo.testing.model import BareModel, checkpoint, right_logits, transformers_model
+
+    config = {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 512, "hidden_size": 64,
+        "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+        "query_pre_attn_scalar": 32, "sliding_window": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }  # fmt: skip
+    right = transformers_model({key: value for key, value in config.items() if key != "rope_theta"}, spread=0.2)
+    stored = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    }  # fmt: skip
+    tensors = {}
+    for name, tensor in checkpoint(right, {"tie_word_embeddings": True}).items():
+        parts = name.removesuffix(".weight").split(".")
+        top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}.get(".".join(parts))
+        place = top or f"blk.{parts[2]}.{stored['.'.join(parts[3:])]}"
+        tensors[f"{place}.weight"] = (tensor + 1 if "norm" in place else tensor).numpy()
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        config | {"model_type": "gemma3"},
+        {},
+        extra={"gemma3.attention.sliding_window": 16, "gemma3.rope.freq_base": 1e6},
+        tensors=tensors,
+    )
+    source = resolve_source(str(path))
+    assert source.config["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    table, places = WeightTable(), {}
+    for name, tensor in checkpoint(right, {"tie_word_embeddings": True}).items():
+        table.declare(name, tuple(tensor.shape), lambda t, name=name: places.update({name: t}))  # type: ignore[misc]
+    load_weights(source, table, "float32", tied=True)
+    prompt = [3 + (7 * i) % 500 for i in range(40)]
+    found = BareModel(DecoderAdapter(None, None), source.config, places).feed(0, prompt, [25, 15])
+    assert float((found - right_logits(right, prompt)).abs().max()) <= 1e-4

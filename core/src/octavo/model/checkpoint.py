@@ -167,15 +167,16 @@ def gguf_headers(path: Path) -> dict[str, Header]:
     """Headers of a GGUF file under checkpoint names. rope_freqs is left out: it is part of the config."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    from octavo.model.gguf import ROPE_FREQS, checkpoint_name
+    from octavo.model.gguf import ROPE_FREQS, checkpoint_name, family
     from octavo.model.gguf_file import read_gguf
 
     headers: dict[str, Header] = {}
     file = read_gguf(path)
+    kind = family(file)
     for tensor in sorted(file.tensors, key=lambda t: t.offset):
         if tensor.name == ROPE_FREQS:
             continue
-        name = checkpoint_name(tensor.name) or tensor.name  # an unknown name is reported as unexpected by the loader
+        name = checkpoint_name(tensor.name, kind) or tensor.name  # an unknown name is reported as unexpected by the loader
         try:
             block, stored = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
         except (ValueError, KeyError):

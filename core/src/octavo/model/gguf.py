@@ -8,7 +8,8 @@ Imports neither torch nor the `gguf` package: the server process reads configs w
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,28 @@ from octavo.model.gguf_file import GGUFFile, GGUFTensor
 @dataclass(frozen=True, slots=True)
 class Family:
     """A GGUF architecture. permuted: q and k rows are interleaved per head (llama.cpp's "norm" RoPE)
-    and must be put back into the half-split order that checkpoints use."""
+    and must be put back into the half-split order that checkpoints use. names: tensors of a layer whose names
+    differ from _LAYER's. norm_offset: llama.cpp stores norm weights with this added."""
 
     architecture: str
     model_type: str
     permuted: bool = False
     qkv_bias: bool = False  # the Hugging Face class always has q, k, v biases
+    names: Mapping[str, str] = field(default_factory=dict)
+    norm_offset: float = 0.0
 
+
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", permuted=True),  # Mistral checkpoints are converted to "llama" too
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", names=_SANDWICH, norm_offset=1.0),
 }
 
 _TOP = {
@@ -134,12 +145,33 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     if kind.model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
     window = file.get(prefix + "attention.sliding_window", 0, int)
-    if window:
+    if kind.model_type == "gemma3_text":
+        config.update(_gemma3(file, config, window))
+    elif window:
         if kind.model_type != "llama":
             raise LoadError(f"{file.path}: {prefix}attention.sliding_window = {window}: not supported for {kind.model_type}")
         config.update(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=window)
         del config["attention_bias"], config["mlp_bias"]
     return config
+
+
+def _gemma3(file: GGUFFile, config: Mapping[str, Any], window: int) -> dict[str, Any]:
+    """What llama.cpp knows of Gemma 3 without a key: every sixth layer sees everything, the others have a RoPE of their own
+    with base 1e4 and no scaling, and the 27B model (62 layers) scales queries by hidden_size / heads."""
+    if not window:
+        raise LoadError(f"{file.path}: gemma3.attention.sliding_window is missing")
+    heads, wide = config["num_attention_heads"], config["num_hidden_layers"] == 62
+    return {
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": window,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": config["hidden_size"] // heads if wide else config["head_dim"],
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
 
 
 def _refuse_unknown(file: GGUFFile, prefix: str) -> None:
@@ -215,14 +247,18 @@ def _divided(file: GGUFFile, tensor: GGUFTensor, rotated: int) -> dict[str, Any]
     }
 
 
-def checkpoint_name(name: str) -> str | None:
-    """The Hugging Face name of a GGUF tensor; None if there is none (the caller decides whether that is an error)."""
+def checkpoint_name(name: str, kind: Family) -> str | None:
+    """The Hugging Face name of a tensor of such a file; None if there is none (the caller decides whether that is an error)."""
     if name in _TOP:
         return _TOP[name]
     match = _IN_LAYER.fullmatch(name)
-    if match and match[2] in _LAYER:
-        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
-    return None
+    part = (_LAYER | dict(kind.names)).get(match[2]) if match else None
+    return f"model.layers.{match[1]}.{part}.{match[3]}" if match and part else None
+
+
+def stored_offset(name: str, kind: Family) -> float:
+    """What a file of this kind adds to every value of the checkpoint tensor `name`."""
+    return kind.norm_offset if "norm" in name else 0.0
 
 
 def row_order(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray | None:

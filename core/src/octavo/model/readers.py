@@ -34,15 +34,19 @@ def read_gguf(path: Path, headers: Iterable[Header], dtype: torch.dtype) -> Iter
 
     The arithmetic is the `gguf` package's in float32, rounded once to `dtype`.
     """
-    from octavo.model.gguf import checkpoint_name, row_order
+    from octavo.model.gguf import checkpoint_name, family, row_order, stored_offset
     from octavo.model.gguf_file import read_gguf as read_header
 
     file = read_header(path)
-    tensors = {checkpoint_name(t.name): t for t in file.tensors}
+    kind = family(file)
+    tensors = {checkpoint_name(t.name, kind): t for t in file.tensors}
     with _Files() as files:
         for header in headers:
             order = row_order(file, tensors[header.name])
-            yield header.name, _dequantised(files, header, dtype, order)
+            if offset := stored_offset(header.name, kind):
+                yield header.name, _dequantised(files, header, torch.float32, order).sub_(offset).to(dtype)
+            else:
+                yield header.name, _dequantised(files, header, dtype, order)
 
 
 def _stored(files: _Files, header: Header) -> Tensor:
