@@ -24,7 +24,7 @@ def choose(m: int, rows: int, inputs: int) -> dict[str, int]:
     return {"block_n": block_n, "splits": splits, "warps": 4, "stages": 3}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "GROUP_STEP"])
 def _partial_kernel(
     words_ptr, scales_ptr, zeros_ptr, x_ptr, bias_ptr, out_ptr, sums_ptr,
     M, N, K, ROWS, X_STRIDE, GROUP_STEP,
@@ -67,7 +67,7 @@ def _partial_kernel(
         tl.store(sums_ptr + split * M * N + at, acc, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TOTAL"])
 def _add_kernel(sums_ptr, bias_ptr, out_ptr, TOTAL, N, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """out [M, N] from sums [SPLITS, M, N]."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def multiply(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["FIRST", "COUNT", "GROUP_STEP"])
 def _dequantise_kernel(
     words_ptr, scales_ptr, zeros_ptr, out_ptr, FIRST, COUNT, ROWS, K, GROUP_STEP,
     SUB: tl.constexpr, ZEROS: tl.constexpr, BLOCK_N: tl.constexpr,
