@@ -61,7 +61,7 @@ class Soak:
         self.probe: str | None = None
 
     def client(self, key: str) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        return httpx.AsyncClient(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=300)
 
     async def person(self, end: float) -> None:
         """One client after another, until the end."""

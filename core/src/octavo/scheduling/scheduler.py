@@ -128,7 +128,8 @@ class ContinuousScheduler:
         return self._allocator.blocks(limit) if self._parts.hard_blocks else 0
 
     def _refuse_over_hard_limit(self, blocks: int) -> None:
-        total = self._allocator.usage().total
+        usage = self._allocator.usage()
+        total = usage.total - usage.pinned
         if self._parts.hard_blocks and self._promised + blocks > total:
             raise AdmissionRefused(
                 f"of the hard limit of {total} KV blocks, {self._promised} are promised to running requests and this one may "
