@@ -79,8 +79,9 @@ class TestInputsByGroup(BlockSuite):
     )
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
+@pytest.fixture
+def on_gpu() -> Iterator[None]:
+    """Tensors that a test makes are on the GPU, and the same each time."""
     torch.manual_seed(1)
     with torch.device("cuda"):
         yield
@@ -96,6 +97,7 @@ def same(got: Activation, want: Activation) -> None:
     assert float(off.max()) <= 0.13 and float((off > 0).float().mean()) < 0.01
 
 
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_block"])
 @pytest.mark.parametrize(("dtype", "size"), [(BF16, 4096), (BF16, 5000), (FP16, 576)])
 @pytest.mark.parametrize("tokens", [1, 33])
@@ -112,6 +114,7 @@ def test_norms_and_gates_quantise_as_torch_does(format: str, dtype: torch.dtype,
     same(ops["silu_mul", format](gate_up), oracle["silu_mul", format](gate_up))
 
 
+@pytest.mark.usefixtures("on_gpu")
 def test_a_row_that_is_not_finite_stays_so_and_its_neighbours_do_not_notice() -> None:
     x = torch.randn(5, 4096).to(BF16)
     clean = fused.quantise_input(fused.launcher(DEVICE), False, x)
@@ -137,6 +140,7 @@ def product(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> tuple[Any, Te
     return products.cuda_product(weights, DEVICE, dtype, head=False), dense
 
 
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096)])
 @pytest.mark.parametrize("kind", ["row", "block"])
 def test_products_of_a_public_model_s_shapes_at_every_batch(n: int, k: int, kind: str) -> None:
@@ -153,6 +157,7 @@ def test_products_of_a_public_model_s_shapes_at_every_batch(n: int, k: int, kind
         assert torch.equal(made(x), made(x)), "split sums are added in a fixed order"
 
 
+@pytest.mark.usefixtures("on_gpu")
 def test_counters_of_split_sums_are_left_at_zero() -> None:
     made, _ = product(4096, 14336, Scheme("channel", "token"), BF16)
     for m in (1, 16, 64):
@@ -170,15 +175,14 @@ def test_an_engine_serves_fp8_as_bfloat16_would(options: dict[str, Any], tmp_pat
 
     from tests.tiny import tiny_llama
 
-    with torch.device("cpu"):
-        folder = tiny_llama(tmp_path / "m", hidden_size=256, intermediate_size=512, head_dim=64, std=0.05, dtype=BF16)
-        plugins = {"quantizer": {"fp8": {"activations": options.pop("activations")}}} if "activations" in options else {}
-        found = []
-        for more in ({}, {"quantization": "fp8", **options}):
-            config = EngineConfig(
-                model=str(folder), max_model_len=128, gpu_memory_utilization=0.2, plugins=plugins if more else {}, **more
-            )
-            extra = ["octavo_quant_fp8", "octavo_ops_triton", "octavo_attention_triton"]
-            engine = build_engine(config, discover(config.plugins, extra_modules=extra))
-            found.append(torch.tensor(score(engine, [list(range(8, 100)), list(range(300, 340))])[0]))
+    folder = tiny_llama(tmp_path / "m", hidden_size=256, intermediate_size=512, head_dim=64, std=0.05, dtype=BF16)
+    plugins = {"quantizer": {"fp8": {"activations": options.pop("activations")}}} if "activations" in options else {}
+    found = []
+    for more in ({}, {"quantization": "fp8", **options}):
+        config = EngineConfig(
+            model=str(folder), max_model_len=128, gpu_memory_utilization=0.2, plugins=plugins if more else {}, **more
+        )
+        extra = ["octavo_quant_fp8", "octavo_ops_triton", "octavo_attention_triton"]
+        engine = build_engine(config, discover(config.plugins, extra_modules=extra))
+        found.append(torch.tensor(score(engine, [list(range(8, 100)), list(range(300, 340))])[0]))
     assert 1e-5 < float((found[0] - found[1]).abs().mean()) < 0.1

@@ -23,7 +23,7 @@ def ask_l2(pointers):
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def product_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, count_ptr,
     M,
@@ -84,7 +84,7 @@ def _finish(
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def block_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row_ptr, bias_ptr, out_ptr,
     M,
