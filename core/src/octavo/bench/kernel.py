@@ -249,11 +249,12 @@ def measure(
     backend: AttentionBackend = decision.create(AttentionParts(device, dtype))
     bench = Bench(backend, shape, layer, dtype, kv_dtype, page)
     us, plan_us = bench.time(repeats)
-    result |= {"block_size": page, "us": us, "plan_us": plan_us, "error": bench.error()}
+    moved, work = shape.bytes(ELEMENT_BYTES[kv_dtype]), shape.flops()
+    result |= {"block_size": page, "us": us, "plan_us": plan_us, "error": bench.error(), "bytes": moved, "flops": work}
     if shape.phase == "decode":
-        gbps = shape.bytes(ELEMENT_BYTES[kv_dtype]) / us / 1e3
+        gbps = moved / us / 1e3
         return result | {"gbps": gbps, "share": gbps / ceilings["copy_gbps"]}
-    tflops = shape.flops() / us / 1e6
+    tflops = work / us / 1e6
     return result | {"tflops": tflops, "share": tflops / ceilings["matmul_tflops"]}
 
 

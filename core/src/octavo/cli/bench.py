@@ -341,6 +341,7 @@ def _kernel(kinds: Any) -> None:
     )
     parser.add_argument("--block-size", type=_count, metavar="N", help="Tokens per block; default is what each backend prefers.")
     parser.add_argument("--enable", action="append", default=[], metavar="DISTRIBUTION", help="Plugin to enable (repeatable).")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="Also draw the roofline (needs octavo[bench]).")
     _json_flag(parser)
     parser.set_defaults(func=_run_kernel)
 
@@ -359,6 +360,10 @@ def _run_kernel(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         log=lambda text: print(text, file=sys.stderr if args.json else sys.stdout, flush=True),
     )
+    if args.plot is not None:
+        from octavo.bench.roofline import draw
+
+        draw(record, args.plot)
     return _print_json(record) if args.json else 0
 
 
