@@ -325,7 +325,9 @@ class AttentionLayer:
     learned logit [num_heads] that joins the softmax and is dropped (None: no sinks; has_sinks says it of a layer
     that is only planned, before there are tensors). k_scale and v_scale multiply what
     a float8 cache holds; the build takes them from the checkpoint, where they stand under `module`, such as
-    "model.layers.0.self_attn" ("": this layer has none)."""
+    "model.layers.0.self_attn" ("": this layer has none). expands, of a latent layer: rows with at least so many new
+    tokens in a step are left to the model, which expands their keys and values from what `gather` gives; `run` leaves
+    their part of `out` as it is. 0: none are."""
 
     index: int
     num_heads: int
@@ -340,6 +342,7 @@ class AttentionLayer:
     v_scale: float = 1.0
     module: str = ""
     has_sinks: bool = False
+    expands: int = 0
 
 
 @dataclass(frozen=True, slots=True)
