@@ -100,7 +100,7 @@ def same(got: Activation, want: Activation) -> None:
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_block"])
 @pytest.mark.parametrize(("dtype", "size"), [(BF16, 4096), (BF16, 5000), (FP16, 576)])
-@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("tokens", [2, 33])
 def test_norms_and_gates_quantise_as_torch_does(format: str, dtype: torch.dtype, size: int, tokens: int) -> None:
     parts = OperatorParts(DEVICE, "bfloat16")
     ops, oracle = fused.TritonOperators(None, parts).ops, operators.TorchOperators(None, parts).ops
@@ -112,6 +112,22 @@ def test_norms_and_gates_quantise_as_torch_does(format: str, dtype: torch.dtype,
     torch.testing.assert_close(stream, total)
     gate_up = (torch.randn(tokens, 2 * size) * 3).to(dtype)
     same(ops["silu_mul", format](gate_up), oracle["silu_mul", format](gate_up))
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_one_row_is_left_plain_for_a_product_without_matrix_units() -> None:
+    ops = fused.TritonOperators(None, OperatorParts(DEVICE, "bfloat16")).ops
+    x, residual, weight = torch.randn(1, 4096).to(BF16), torch.randn(1, 4096), torch.rand(4096)
+    found, stream = ops["add_rms_norm", "fp8_token"](x, residual.clone(), weight, 1e-5)
+    want = torch.rms_norm(x + residual, (4096,), weight, 1e-5)
+    torch.testing.assert_close(found.float(), want, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(stream, x + residual)
+    for n, k in ((6144, 4096), (4096, 14336), (72, 100), (40, 9000)):
+        made, dense = product(n, k, Scheme("channel", "token"), BF16)
+        row = torch.randn(1, k).to(BF16)
+        torch.testing.assert_close(
+            made(row).double(), row.double() @ dense.T, rtol=1e-2, atol=1e-2 * float(dense.norm()) / n**0.5
+        )
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -122,8 +122,25 @@ def row_products():
         for split in (1, 2):
             products.product_tile = lambda m, n, k, *, plain: tiles.Tile(16, 32, 64, split, 4, 2)
             products_of(products.RowProduct, Scheme("channel", activation), None,
-                        (({"a": 64}, 128, 1, False), ({"a": 40, "b": 9}, 100, 17, True), ({"a": 33}, 300, 3, True)))
+                        (({"a": 64}, 128, 2, False), ({"a": 40, "b": 9}, 100, 17, True), ({"a": 33}, 300, 3, True)))
     assert not products.scratch(torch.device("cpu")).counts.any(), "counters must be zero between launches"
+
+def one_row():
+    for held in (True, False):
+        products.row_tile = lambda k: tiles.RowTile(8, 512 if held else 128, held, 4)
+        for rows, k, bias in (({"a": 40, "b": 9}, 256, True), ({"a": 33}, 300, False)):
+            made = gathered(Scheme("channel", "token"), rows, k, bias)
+            want = ReferenceProduct(made, torch.float32)
+            mine = products.RowProduct(made, launch, torch.float32)
+            x = torch.randn(1, k)
+            quantised = Activation(*numerics.quantise_rows(x))
+            torch.testing.assert_close(mine(quantised), want(quantised), rtol=2e-3, atol=1e-3)
+            plain = ReferenceProduct(gathered_as(made, Scheme("channel", "none")), torch.float32)
+            torch.testing.assert_close(mine(x), plain(x), rtol=2e-3, atol=1e-3)
+
+def gathered_as(made, scheme):
+    made.scheme = scheme
+    return made
 
 def block_products():
     for activation in ("block", "none"):
@@ -132,7 +149,7 @@ def block_products():
                     (({"a": 128}, 256, 2, False), ({"a": 100, "b": 60}, 140, 20, True)))
 
 found = {}
-for check in (norms, gates, inputs, row_products, block_products):
+for check in (norms, gates, inputs, row_products, one_row, block_products):
     try:
         check()
         found[check.__name__] = ""
@@ -141,7 +158,7 @@ for check in (norms, gates, inputs, row_products, block_products):
 print(json.dumps(found))
 """
 
-CHECKS = ("norms", "gates", "inputs", "row_products", "block_products")
+CHECKS = ("norms", "gates", "inputs", "row_products", "one_row", "block_products")
 
 
 @pytest.fixture(scope="module")

@@ -467,7 +467,8 @@ class Weights(Protocol):
 @dataclass(frozen=True, slots=True)
 class Activation:
     """A quantised Linear input: value = data * scale. What an operator of a format other than "plain" returns in the
-    place of a tensor, and a Linear of that format takes.
+    place of a tensor, and a Linear of that format takes. (It may return a plain tensor where quantising so few rows would
+    cost more than it saves: a Linear takes both.)
 
     data: [T, in], such as float8_e4m3fn, each row dense. scale: float32 [T, 1] (a scale a token) or [T, ceil(in / g)]
     (one for every g neighbouring channels of a token); the format's name says which, and its quantizer documents it.

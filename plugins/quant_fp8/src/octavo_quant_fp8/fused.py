@@ -1,6 +1,9 @@
 """The operators whose result is FP8, one Triton kernel each, and the launch of the plain quantisation.
 
 Owns launches: arithmetic is in kernels/quantise.py, signatures and the oracle are `octavo_quant_fp8.operators`'s.
+
+For PLAIN_ROWS rows, "fp8_token" leaves the result in the model's dtype, as a tensor: its Linear multiplies so few
+without a matrix unit, so that FP8 saves nothing there, and finding the largest value of a row takes one program.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ from typing import Any
 import torch
 import triton
 from octavo.interfaces import Activation, OperatorParts
+from octavo_ops_triton.kernels import activation, norm
 from octavo_ops_triton.launch import Launcher, rows
 from torch import Tensor
 
 from octavo_quant_fp8.kernels import quantise
 from octavo_quant_fp8.numerics import E4M3
 from octavo_quant_fp8.scheme import BLOCK as GROUP
+
+PLAIN_ROWS = 1
 
 MAX_ROW = 1 << 16
 """Channels of a row that a program holds at most."""
@@ -41,15 +47,19 @@ class TritonOperators:
         }
 
 
-def rms_norm(launch: Launcher, by_group: bool, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Activation:
-    """x float32 [T, H]; dtype does not matter."""
+def rms_norm(launch: Launcher, by_group: bool, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Activation | Tensor:
+    """x float32 [T, H]; dtype is that of a plain result."""
+    if not by_group and x.shape[0] <= PLAIN_ROWS:
+        return norm.rms_norm(launch, x, weight, eps, dtype)
     return _norm(launch, by_group, x, x, weight, eps, add=False)
 
 
 def add_rms_norm(
     launch: Launcher, by_group: bool, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Activation, Tensor]:
+) -> tuple[Activation | Tensor, Tensor]:
     """residual float32 becomes the sum in place and is returned."""
+    if not by_group and x.shape[0] <= PLAIN_ROWS:
+        return norm.add_rms_norm(launch, x, residual, weight, eps)
     if residual.dtype != torch.float32:
         raise ValueError(f"add_rms_norm: the residual stream must be float32, not {residual.dtype}")
     return _norm(launch, by_group, x, residual, weight, eps, add=True), residual
@@ -65,8 +75,10 @@ def _norm(launch: Launcher, by_group: bool, x: Tensor, residual: Tensor, weight:
     return out
 
 
-def silu_mul(launch: Launcher, by_group: bool, gate_up: Tensor) -> Activation:
+def silu_mul(launch: Launcher, by_group: bool, gate_up: Tensor) -> Activation | Tensor:
     """gate_up [T, 2 I] -> [T, I]."""
+    if not by_group and gate_up.shape[0] <= PLAIN_ROWS:
+        return activation.silu_mul(launch, gate_up)
     size = gate_up.shape[1] // 2
     out, block, group = _output(gate_up, size, by_group)
     constants = (rows(gate_up, "silu_mul"), size, block, group)

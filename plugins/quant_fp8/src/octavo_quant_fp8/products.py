@@ -15,10 +15,11 @@ from octavo.interfaces import Activation
 from octavo_ops_triton.launch import Launcher, rows
 from torch import Tensor
 
-from octavo_quant_fp8.fused import launcher, quantise_input, quantise_static
+from octavo_quant_fp8.fused import PLAIN_ROWS, launcher, quantise_input, quantise_static
+from octavo_quant_fp8.kernels.gemv import held_kernel, loop_kernel
 from octavo_quant_fp8.kernels.product import block_kernel, product_kernel
 from octavo_quant_fp8.reference import Product, input_format
-from octavo_quant_fp8.tiles import Tile, block_tile, product_tile
+from octavo_quant_fp8.tiles import Tile, block_tile, product_tile, row_tile
 from octavo_quant_fp8.weights import GatheredWeights
 
 FEW = 64
@@ -73,6 +74,8 @@ class RowProduct:
         if self._scheme.activation == "none":
             assert isinstance(x, Tensor)
             return self._weights_only(x)
+        if isinstance(x, Tensor) and x.shape[0] <= PLAIN_ROWS:
+            return self._small(x, None)  # one row is not worth quantising
         q = x if isinstance(x, Activation) else self._quantised(x)
         if q.data.shape[0] > FEW and self._library:
             return self._scaled_mm(q)
@@ -107,6 +110,8 @@ class RowProduct:
 
     def _small(self, x: Tensor, x_scale: Tensor | None) -> Tensor:
         (m, k), n = x.shape, self._data.shape[0]
+        if m == 1:
+            return self._one(x, x_scale)
         out = torch.empty(m, n, dtype=self._dtype, device=x.device)
         tile = product_tile(m, n, k, plain=x_scale is None)
         tiles = triton.cdiv(n, tile.n) * triton.cdiv(m, tile.m)
@@ -119,6 +124,17 @@ class RowProduct:
         )  # fmt: skip
         constants = (n, k, rows(x, "fp8"), x_scale is None, bias is not None, tile.m, tile.n, tile.k, tile.split, self._ahead)
         self._launch(product_kernel, (tiles, tile.split), tensors, (m,), constants, warps=tile.warps, stages=tile.stages)
+        return out
+
+    def _one(self, x: Tensor, x_scale: Tensor | None) -> Tensor:
+        n, k = self._data.shape
+        out = torch.empty(1, n, dtype=self._dtype, device=x.device)
+        scale, bias = self._scale if x_scale is None else x_scale, self._scale if self._bias is None else self._bias
+        tile = row_tile(k)
+        kernel = held_kernel if tile.held else loop_kernel
+        constants = (n, k, x_scale is None, self._bias is not None, tile.n, tile.k)
+        tensors = (x, scale, self._data, self._scale, bias, out)
+        self._launch(kernel, (triton.cdiv(n, tile.n), 1), tensors, (), constants, warps=tile.warps, stages=tile.stages)
         return out
 
 

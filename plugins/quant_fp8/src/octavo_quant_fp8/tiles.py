@@ -32,3 +32,22 @@ def block_tile(m: int, n: int) -> Tile:
     if m <= 64:
         return Tile(16 if m <= 16 else 32 if m <= 32 else 64, 64, 128, 1, 4, 5)
     return Tile(128, 128, 128, 1, 8, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """n rows of the weight and k of their length at a time, for one row of x. held: all of K is held at once."""
+
+    n: int
+    k: int
+    held: bool
+    warps: int
+    stages: int = 4
+
+
+def row_tile(k: int) -> RowTile:
+    """For one row of x. A program of four warps holds 16384 weights; longer rows than 8192 would have x read too often."""
+    if k <= 8192:
+        block = max(128, 1 << (k - 1).bit_length())
+        return RowTile(max(1, 16384 // block), block, True, 4)
+    return RowTile(8, 1024, False, 4)
