@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -232,10 +233,10 @@ def test_every_visible_token_belongs_to_one_part_of_its_segment(
 
 def test_records_of_the_work_map_have_the_size_that_the_host_allocates(integers: dict[tuple[int, int, int], ctypes.CDLL]) -> None:
     pytest.importorskip("torch")
-    from octavo_attention_cupy import backend
+    from octavo_attention_cupy import bound
 
     library = integers[2, 128, 128]
-    assert (library.sizes(0), library.sizes(1)) == (4 * backend.ROW_WORK, 4 * backend.BLOCK_WORK)
+    assert (library.sizes(0), library.sizes(1)) == (4 * bound.ROW_WORK, 4 * bound.BLOCK_WORK)
 
 
 # ---------------------------------------------------------------- compiling
@@ -247,9 +248,15 @@ def test_records_of_the_work_map_have_the_size_that_the_host_allocates(integers:
 def test_every_shape_has_a_kernel_that_fits_in_shared_memory(memory: tuple[int, int]) -> None:
     for dim in DIMS:
         for element in (1, 2):
-            for group in (1, 4, 8, 24, 64):
+            for group, crowded in product((1, 4, 8, 24, 64), (False, True)):
                 choice = decode_choice(
-                    group=group, k_dim=dim, v_dim=dim, element=element, shared_block=memory[0], shared_sm=memory[1]
+                    group=group,
+                    k_dim=dim,
+                    v_dim=dim,
+                    element=element,
+                    shared_block=memory[0],
+                    shared_sm=memory[1],
+                    crowded=crowded,
                 )
                 assert choice.stages >= 2
                 assert choice.shared <= memory[0]
@@ -287,10 +294,9 @@ def test_kernels_compile_without_spilling(arch: str, kernel: str, dims: tuple[in
             if arch.startswith("sm_90")
             else {"shared_block": 163 << 10, "shared_sm": 164 << 10}
         )
-        choice = decode_choice(group=4, k_dim=dims[0], v_dim=dims[1], element=element, **memory)
+        choice = decode_choice(group=4, k_dim=dims[0], v_dim=dims[1], element=element, crowded=False, **memory)
         if kernel == "decode":
-            macros |= {"N_TILES": choice.n_tiles, "SLICE": choice.slice, "WARPS": choice.warps}
-            macros |= {"STAGES": choice.stages, "BLOCKS_PER_SM": choice.blocks}
+            macros |= choice.macros()
         else:
             hopper = kernel == "prefill_hopper"
             tile = prefill_choice(

@@ -1,7 +1,7 @@
 """The backend: Octavo's attention contract on CUDA C++ kernels.
 
-Owns the work maps and workspaces, all allocated in `bind`, where all kernels are compiled and loaded too: a step launches and does
-nothing else. It never allocates the cache, and inside a captured graph it reads lengths, tables and slots only through
+Owns the workspaces, allocated in `bind`, where all kernels are compiled and loaded too (bound.py): a step launches and does nothing
+else. It never allocates the cache, and inside a captured graph it reads lengths, tables and slots only through
 the step's tensors.
 
 A step may mix rows with one new token (decode) and rows with several (prefill): each kind has its own kernel. A graph may be
@@ -11,56 +11,20 @@ captured where every row has one token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
 
-from octavo_attention_cupy.compiler import load_function
+from octavo_attention_cupy.bound import WRITE_THREADS, Binder, Bound, WorkMap
 from octavo_attention_cupy.geometry import PageGeometry
-from octavo_attention_cupy.launch import DecodeArgs, Kernel, PlanArgs, PrefillArgs, WriteArgs
+from octavo_attention_cupy.launch import DecodeArgs, PrefillArgs
 from octavo_attention_cupy.provider import FP8, CupyOptions
-from octavo_attention_cupy.tuning import DecodeChoice, PrefillChoice, decode_choice, prefill_choice
 
-LOG2E = 1.4426950408889634
-ROW_WORK, BLOCK_WORK, TILE = 8, 12, 8
-"""int32 values of RowWork and BlockWork (cuda/work.cuh) and of PrefillTile (cuda/prefill.cu)."""
-PLAN_THREADS, WRITE_THREADS = 1024, 256
-
-
-@dataclass(slots=True)
-class WorkMap:
-    """The decode work map of one kind of layer (block table, window, segments, unit, blocks), filled by `plan`."""
-
-    args: PlanArgs
-    row_work: torch.Tensor  # int32 [max rows, ROW_WORK]
-    block_work: torch.Tensor  # int32 [blocks, BLOCK_WORK]
-
-
-@dataclass(slots=True)
-class Bound:
-    """One layer, ready to launch: cache, kernels, and their arguments as far as they do not change from step to step."""
-
-    layer: AttentionLayer
-    group: int
-    geometry: PageGeometry
-    cache: torch.Tensor
-    sinks: torch.Tensor | None
-    blocks: int
-    tile: PrefillChoice
-    write: Kernel
-    decode: Kernel
-    prefill: Kernel
-    write_args: WriteArgs
-    decode_args: DecodeArgs
-    prefill_args: PrefillArgs
-
-    @property
-    def prefill_tokens(self) -> int:
-        """New tokens of one prefill tile."""
-        return self.tile.rows // self.decode_args.group
+TILE = 8
+"""int32 values of PrefillTile (cuda/prefill_args.cuh)."""
 
 
 class CupyAttention:
@@ -73,10 +37,8 @@ class CupyAttention:
         self.dtype: torch.dtype = getattr(torch, parts.dtype)
         self.device = torch.device("cuda", parts.device.index)
         self.capability = parts.device.capability
-        self.properties = torch.cuda.get_device_properties(self.device)
-        self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self._layers: dict[int, Bound] = {}
-        self._works: dict[tuple[Any, ...], WorkMap] = {}
+        self._works: list[WorkMap] = []
         self._groups: list[BoundGroup] = []
         self._tables: tuple[torch.Tensor, ...] = ()
         # Whether a kernel since `plan` has waited for it: until then no kernel may start before it ends.
@@ -90,27 +52,32 @@ class CupyAttention:
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
         """Take the caches; compile and load kernels; allocate work maps and the partial sums of split rows (float32)."""
-        self._groups, self.limits = list(groups), limits
-        parts = sums = counters = 1
+        binder = Binder(
+            self.device, self.capability, self.dtype_name, limits, self.options.cache_dir, self.options.prefill == "portable"
+        )
+        self._groups, self._sms = list(groups), binder.sms
         for bound in groups:
             geometry = PageGeometry.of(bound.group.spec, bound.group.block_size)
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
                 if layer.window is None and bound.group.spec.window is not None:
                     layer = replace(layer, window=bound.group.spec.window)
                 self._check(layer, cache, geometry)
-                choice = self._decode_choice(layer, geometry)
-                self._layers[layer.index] = self._bound(bound.group.index, layer, geometry, cache, choice)
-                places = 2 * self._blocks(choice) * choice.heads
-                parts, sums = max(parts, places * layer.v_dim), max(sums, places * 2)
-                counters = max(counters, limits.max_num_seqs * self._segments(layer, choice))
-        self._plan = self._kernel("plan", {}, "the work map", PLAN_THREADS)
-        self._part = torch.zeros(parts, dtype=torch.float32, device=self.device)
-        self._part_sums = torch.zeros(sums, dtype=torch.float32, device=self.device)
+                self._layers[layer.index] = binder.bind(bound.group.index, layer, geometry, cache)
+        self._plan, self._works = binder.plan(), list(binder.works.values())
+        decodes = [(decode, bound.layer.v_dim) for bound in self._layers.values() for decode in bound.decodes.values()]
+        places = [2 * decode.blocks * decode.heads for decode, _ in decodes]
+        self._part = torch.zeros(
+            max((n * v_dim for n, (_, v_dim) in zip(places, decodes, strict=True)), default=1),
+            dtype=torch.float32,
+            device=self.device,
+        )
+        self._part_sums = torch.zeros(2 * max(places, default=1), dtype=torch.float32, device=self.device)
         # Arrival counters: zero before and after every launch, the last arrival resets its own.
+        counters = limits.max_num_seqs * max((decode.segments for decode, _ in decodes), default=1)
         self._arrived = torch.zeros(counters, dtype=torch.int32, device=self.device)
-        for each in self._layers.values():
-            each.decode_args.part, each.decode_args.part_sums = self._part.data_ptr(), self._part_sums.data_ptr()
-            each.decode_args.arrived = self._arrived.data_ptr()
+        for decode, _ in decodes:
+            decode.args.part, decode.args.part_sums = self._part.data_ptr(), self._part_sums.data_ptr()
+            decode.args.arrived = self._arrived.data_ptr()
 
     def _check(self, layer: AttentionLayer, cache: torch.Tensor, geometry: PageGeometry) -> None:
         pages = (cache.shape[0], geometry.elements)
@@ -120,114 +87,9 @@ class CupyAttention:
                 f"[blocks, {geometry.elements}], contiguous: allocate it from `layout`"
             )
 
-    def _decode_choice(self, layer: AttentionLayer, geometry: PageGeometry) -> DecodeChoice:
-        return decode_choice(
-            group=layer.num_heads // layer.num_kv_heads,
-            k_dim=layer.k_dim,
-            v_dim=layer.v_dim,
-            element=geometry.element,
-            shared_block=self.properties.shared_memory_per_block_optin,
-            shared_sm=self.properties.shared_memory_per_multiprocessor,
-        )
-
-    def _blocks(self, choice: DecodeChoice) -> int:
-        return self.properties.multi_processor_count * choice.blocks
-
-    def _pieces(self, layer: AttentionLayer, choice: DecodeChoice) -> int:
-        return -(-layer.num_heads // layer.num_kv_heads // choice.heads)
-
-    def _segments(self, layer: AttentionLayer, choice: DecodeChoice) -> int:
-        return layer.num_kv_heads * self._pieces(layer, choice)
-
-    def _kernel(self, name: str, macros: dict[str, int], what: str, threads: int, shared: int = 0) -> Kernel:
-        key = (name, *sorted(macros.items()))
-        if key not in self._kernels:
-            directory = self.options.cache_dir
-            function = load_function(name, macros, device=self.device.index, shared=shared, directory=directory)
-            self._kernels[key] = Kernel(function, f"{name} of {what}", threads, shared)
-        return self._kernels[key]
-
-    def _bound(
-        self, group: int, layer: AttentionLayer, geometry: PageGeometry, cache: torch.Tensor, choice: DecodeChoice
-    ) -> Bound:
-        macros = {
-            "BF16": self.dtype == torch.bfloat16,
-            "KV_BYTES": geometry.element,
-            "E5M2": geometry.dtype == "float8_e5m2",
-            "K_DIM": layer.k_dim,
-            "V_DIM": layer.v_dim,
-        }
-        what = f"dims {layer.k_dim} and {layer.v_dim}, {self.dtype_name} queries, {geometry.dtype} cache"
-        softcap = {"SOFTCAP": layer.softcap > 0}
-        tile: PrefillChoice = prefill_choice(
-            k_dim=layer.k_dim,
-            v_dim=layer.v_dim,
-            element=geometry.element,
-            shared_block=self.properties.shared_memory_per_block_optin,
-            hopper=self.capability == (9, 0) and self.options.prefill == "auto",
-        )
-        shape = {
-            "N_TILES": choice.n_tiles,
-            "SLICE": choice.slice,
-            "WARPS": choice.warps,
-            "STAGES": choice.stages,
-            "BLOCKS_PER_SM": choice.blocks,
-        }
-        write = self._kernel("write", macros, what, WRITE_THREADS)
-        decode = self._kernel("decode", macros | softcap | shape, what, choice.warps * 32, choice.shared)
-        prefill = self._kernel(tile.kernel, macros | softcap | tile.macros, what, tile.threads, tile.shared)
-        sinks = None if layer.sinks is None else layer.sinks.detach().to(self.device, torch.float32).contiguous()
-        work = self._work(group, layer, choice)
-        fp8 = geometry.dtype in FP8
-        k_scale, v_scale = (layer.k_scale, layer.v_scale) if fp8 else (1.0, 1.0)
-        scale, heads = layer.scale * k_scale, layer.num_heads // layer.num_kv_heads
-        common: dict[str, Any] = {
-            "cache": cache.data_ptr(),
-            "sinks": 0 if sinks is None else sinks.data_ptr(),
-            "page_bytes": geometry.elements * geometry.element,
-            "page": geometry.page,
-            "kv_heads": layer.num_kv_heads,
-            "group": heads,
-            "scale": scale / layer.softcap if layer.softcap else scale * LOG2E,
-            "softcap": layer.softcap * LOG2E,
-            "v_scale": v_scale,
-        }
-        decode_args = DecodeArgs(
-            **common,
-            pieces=self._pieces(layer, choice),
-            row_work=work.row_work.data_ptr(),
-            block_work=work.block_work.data_ptr(),
-        )
-        write_args = WriteArgs(
-            cache=cache.data_ptr(),
-            page_bytes=common["page_bytes"],
-            page=geometry.page,
-            kv_heads=layer.num_kv_heads,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-        return Bound(
-            layer, group, geometry, cache, sinks, self._blocks(choice), tile, write, decode, prefill,
-            write_args, decode_args, PrefillArgs(**common, window=layer.window or 0),
-        )  # fmt: skip
-
-    def _work(self, group: int, layer: AttentionLayer, choice: DecodeChoice) -> WorkMap:
-        blocks, segments, window = self._blocks(choice), self._segments(layer, choice), layer.window or 0
-        key = (group, window, segments, choice.unit, blocks)
-        if key not in self._works:
-            row_work = torch.zeros(self.limits.max_num_seqs, ROW_WORK, dtype=torch.int32, device=self.device)
-            block_work = torch.zeros(blocks, BLOCK_WORK, dtype=torch.int32, device=self.device)
-            args = PlanArgs(
-                row_work=row_work.data_ptr(),
-                block_work=block_work.data_ptr(),
-                blocks=blocks,
-                heads=segments,
-                unit=choice.unit,
-                least=1,
-                window=window,
-            )
-            self._works[key] = WorkMap(args, row_work, block_work)
-        return self._works[key]
+    def _crowded(self, rows: int, segments: int) -> bool:
+        """Whether there is a segment for every multiprocessor."""
+        return rows * segments >= self._sms
 
     # ------------------------------------------------------------ a step
 
@@ -267,10 +129,13 @@ class CupyAttention:
     def plan(self, step: Step) -> None:
         """Device work once a step: one work map for each kind of layer. Depends on the step's tensors only."""
         self._settled = False
-        for work in self._works.values():
+        rows = step.seq_lens.shape[0]
+        for work in self._works:
             args = work.args
+            if self._crowded(rows, args.heads) not in work.regimes:
+                continue
             args.query_start, args.seq_lens = step.query_start.data_ptr(), step.seq_lens.data_ptr()
-            args.table_rows, args.rows = step.rows.data_ptr(), step.seq_lens.shape[0]
+            args.table_rows, args.rows = step.rows.data_ptr(), rows
             self._plan((1, 1), args, self.device)
 
     def write(self, layer: int, step: Step, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -292,9 +157,10 @@ class CupyAttention:
         bound = self._layers[layer]
         prefills = step.host.max_query_len > 1
         if not prefills or step.scratch["cupy.decodes"]:
-            self._fill(bound.decode_args, bound, step, q, out, lse)
+            decode = bound.decodes[self._crowded(step.seq_lens.shape[0], bound.decodes[False].segments)]
+            self._fill(decode.args, bound, step, q, out, lse)
             # The kernel reads the work map before it waits for its predecessor, so the first one after `plan` starts when that ended.
-            bound.decode((bound.blocks, 1), bound.decode_args, self.device, early=self._settled and self.capability >= (9, 0))
+            decode.kernel((decode.blocks, 1), decode.args, self.device, early=self._settled and self.capability >= (9, 0))
             self._settled = True
         if prefills:
             tiles = step.scratch["cupy.tiles"][bound.prefill_tokens, bound.layer.window]
@@ -302,7 +168,7 @@ class CupyAttention:
             args, heads = bound.prefill_args, bound.layer.num_kv_heads
             args.tiles, args.count = tiles.data_ptr(), tiles.shape[0]
             stays = bound.tile.kernel == "prefill_hopper"  # its blocks take all items; the other has a block for each
-            grid = (min(self.properties.multi_processor_count, args.count * heads), 1) if stays else (args.count, heads)
+            grid = (min(self._sms, args.count * heads), 1) if stays else (args.count, heads)
             bound.prefill(grid, args, self.device)
         return out
 

@@ -14,15 +14,26 @@ ACCUMULATORS = 160
 
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
-    """A decode kernel. slice: tokens of a warp's step; warps of a block; stages of a warp's ring; blocks a multiprocessor;
-    n_tiles: products of 8 query heads that share K and V; shared: bytes of shared memory of a block."""
+    """A decode kernel. slice: tokens of a warp's step; warps of a block; stages of a warp's ring; blocks a multiprocessor; waves
+    of them; n_tiles: products of 8 query heads that share K and V; shared: bytes of shared memory of a block."""
 
     slice: int
     warps: int
     stages: int
     blocks: int
+    waves: int
     n_tiles: int
     shared: int
+
+    def macros(self) -> dict[str, int]:
+        """What decode.cu is compiled for."""
+        return {
+            "N_TILES": self.n_tiles,
+            "SLICE": self.slice,
+            "WARPS": self.warps,
+            "STAGES": self.stages,
+            "BLOCKS_PER_SM": self.blocks,
+        }
 
     @property
     def unit(self) -> int:
@@ -41,27 +52,34 @@ def n_tiles(*, group: int, k_dim: int, v_dim: int) -> int:
     return max(1, min(-(-group // 8), room))
 
 
-def decode_choice(*, group: int, k_dim: int, v_dim: int, element: int, shared_block: int, shared_sm: int) -> DecodeChoice:
-    """element: bytes of a cache element; shared_block and shared_sm: bytes of shared memory that a block may have, and all of them."""
+def decode_choice(
+    *, group: int, k_dim: int, v_dim: int, element: int, shared_block: int, shared_sm: int, crowded: bool
+) -> DecodeChoice:
+    """element: bytes of a cache element; shared_block and shared_sm: bytes of shared memory that a block may have, and all of them.
+    crowded: there is a (row, KV head) for every multiprocessor, so rows end often: two small blocks, one of which reads while
+    the other adds up. Else one large one.
+
+    Raises ValueError if no ring of two slices fits in shared memory.
+    """
     row = (k_dim + v_dim) * element
     size = 16
     while size < 64 and size * row < 8192:
         size *= 2
     tiles = n_tiles(group=group, k_dim=k_dim, v_dim=v_dim)
-    warps = 8 if max(k_dim, v_dim) <= 128 else 4
-    blocks = 1
+    warps, blocks = 8 if max(k_dim, v_dim) <= 128 else 4, 1
+    if crowded and warps == 8:
+        warps, blocks = 4, 2
     while True:
         room = min(shared_block, shared_sm // blocks - SHARED_RESERVE)
         fixed = warps * 8 * (v_dim + 4) * 4 + fixed_bytes(warps, tiles)
         stages = min(MAX_STAGES, (room - fixed) // (warps * size * row))
-        if stages >= 2 or warps == 1:
-            break
+        if stages >= 2:
+            return DecodeChoice(size, warps, stages, blocks, 1, tiles, fixed + stages * warps * size * row)
+        if warps == 1:
+            raise ValueError(
+                f"a block may have {shared_block} bytes of shared memory: too little for dims {k_dim} and {v_dim} of {element} bytes"
+            )
         warps //= 2
-    if stages < 2:
-        raise ValueError(
-            f"a block may have {shared_block} bytes of shared memory: too little for dims {k_dim} and {v_dim} of {element} bytes"
-        )
-    return DecodeChoice(size, warps, stages, blocks, tiles, fixed + stages * warps * size * row)
 
 
 def fixed_bytes(warps: int, tiles: int) -> int:
@@ -83,9 +101,10 @@ class PrefillChoice:
 def prefill_choice(*, k_dim: int, v_dim: int, element: int, shared_block: int, hopper: bool) -> PrefillChoice:
     """hopper: capability 9.0. Raises ValueError if two tiles of 64 tokens do not fit in shared memory."""
     if hopper and k_dim == v_dim and k_dim in (64, 128):
-        # Queries (two sets, or one where FP8 bytes need the room), two tiles of 16-bit K and V, two of bytes, and barriers.
+        # Queries (two sets, or one where FP8 bytes need the room), two tiles of 16-bit K and V, two of bytes, a word a thread,
+        # and barriers.
         fp8 = element == 1
-        shared = (1 if fp8 else 2) * 128 * k_dim * 2 + 2 * 128 * (k_dim + v_dim) * (3 if fp8 else 2) + 64 + 160
+        shared = (1 if fp8 else 2) * 128 * k_dim * 2 + 2 * 128 * (k_dim + v_dim) * (3 if fp8 else 2) + 64 + 1024 + 160
         return PrefillChoice("prefill_hopper", 128, 512 if fp8 else 384, shared, {})
     shared = 2 * 64 * (k_dim + v_dim) * element + 64 * k_dim * 2 + 16 + 64 * 4
     if shared > shared_block:

@@ -55,7 +55,7 @@ DEVICE void load_query(const PrefillArgs& a, const PrefillTile& tile, int row, u
         int pair = lane * 4 + i;  // dims 2 * pair and the next
         int in = pair % 8;
         int place = FP8 ? pair - in + in / 2 + in % 2 * 4 : pair;
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + query_at(row, place / 4) + place % 4 * 4), "r"(x[i]) : "memory");
+        store_4_bytes(to + query_at(row, place / 4) + place % 4 * 4, x[i]);
     }
 }
 

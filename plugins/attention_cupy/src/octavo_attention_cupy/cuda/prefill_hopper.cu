@@ -91,9 +91,24 @@ DEVICE void clear_values(Shared& shared, int place, int token, int low, int end)
     asm volatile("bar.sync 1, 256;" ::: "memory");
 }
 
-DEVICE void wait_for_values(Shared& shared, const Item& item, const Turn<STAGES>& value, int token) {
+// V of the tile at `token` is there, and cleared where it must be. Before a warpgroup takes its turn: clearing needs both.
+DEVICE void clear_edge(Shared& shared, const Item& item, const Turn<STAGES>& value, int token) {
+    if (token >= item.low && token + TOKENS <= item.tile.end) return;
     barrier_wait(shared_address(&shared.v_full[value.place]), value.parity);
-    if (token < item.low || token + TOKENS > item.tile.end) clear_values(shared, value.place, token, item.low, item.tile.end);
+    clear_values(shared, value.place, token, item.low, item.tile.end);
+}
+
+// The two warpgroups issue products in turn, so that one multiplies while the other computes weights.
+DEVICE void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
+DEVICE void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(3 - group) : "memory"); }
+
+// Sums shrink to the new maximum; after the first tiles it seldom moves.
+DEVICE void rescale(float (&acc)[V_DIM / 2], const RowState& row) {
+    if (__all_sync(~0u, row.keep[0] == 1.0f && row.keep[1] == 1.0f)) return;
+#pragma unroll
+    for (int v = 0; v < V_DIM / 8; ++v)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) acc[4 * v + 2 * i] *= row.keep[i], acc[4 * v + 2 * i + 1] *= row.keep[i];
 }
 
 DEVICE void write_rows(const PrefillArgs& a, const Item& item, RowState& row, const float (&acc)[V_DIM / 2], int first_row) {
@@ -135,6 +150,7 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     Turn<STAGES> key, value;
     float acc[V_DIM / 2], s[64];
     u32 p[32];
+    if (group == 1) give_turn(group);  // warpgroup 0 begins
     for (int index = blockIdx.x; item_at(a, index, item); index += gridDim.x, query.next()) {
         RowState row;
 #pragma unroll
@@ -159,27 +175,30 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
         pack_weights(p, s);
         int j = item.first;
         for (; j + 1 < item.last; ++j, value.next()) {
+            clear_edge(shared, item, value, j * TOKENS);
             barrier_wait(shared_address(&shared.k_full[key.place]), key.parity);
+            take_turn(group);
             issue_scores(s, queries, shared_address(shared.k[key.place]));
-            wait_for_values(shared, item, value, j * TOKENS);
+            barrier_wait(shared_address(&shared.v_full[value.place]), value.parity);
             issue_values(acc, p, shared_address(shared.v[value.place]));
+            give_turn(group);
             products_wait<1>();
             pin(s);
             arrive_once_a_warp(shared.k_empty[key.place]);
             key.next();
             softmax(a, s, row, (j + 1) * TOKENS, masked((j + 1) * TOKENS));
-            pin(s);
+            // Nobody reads it. Without a store that needs all weights, the assembler moves them behind the wait for V's product,
+            // which they are there to hide.
+            store_4_bytes(shared_address(shared.weighed + threadIdx.x - 128), __float_as_uint(row.sum[0] + row.sum[1]));
             products_wait<0>();
             pin(acc);
             pin(p);
             arrive_once_a_warp(shared.v_empty[value.place]);
-#pragma unroll
-            for (int v = 0; v < V_DIM / 8; ++v)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) acc[4 * v + 2 * i] *= row.keep[i], acc[4 * v + 2 * i + 1] *= row.keep[i];
+            rescale(acc, row);
             pack_weights(p, s);
         }
-        wait_for_values(shared, item, value, j * TOKENS);
+        clear_edge(shared, item, value, j * TOKENS);
+        barrier_wait(shared_address(&shared.v_full[value.place]), value.parity);
         issue_values(acc, p, shared_address(shared.v[value.place]));
         products_wait<0>();
         pin(acc);

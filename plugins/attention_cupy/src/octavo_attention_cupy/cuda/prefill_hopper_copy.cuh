@@ -25,6 +25,7 @@ struct Shared {
     u8 v[STAGES][V_TILE];
     u8 raw_k[STAGES][RAW_K + 16];
     u8 raw_v[STAGES][RAW_V + 16];
+    float weighed[256];  // see `multiply`
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 raw_k_full[STAGES], raw_k_empty[STAGES], raw_v_full[STAGES], raw_v_empty[STAGES];
@@ -75,43 +76,82 @@ DEVICE void init_barriers(Shared& shared) {
     fence_copy_engine();
 }
 
-// One lane's run of rows, panel by panel; `run` 0: nothing of the tile is this lane's.
-template <typename Rows> DEVICE void copy_run(const PrefillArgs& a, u32 to, const u8* from, int first_row, int run, u32 barrier) {
-    if (run == 0) return;
+// The tiles of K and V of all items of a block, in order; lane l looks up the page of the tile's run l. A run is the part of a tile
+// that lies in one page for sure.
+struct Tiles {
+    Item item;
+    int index, j, run;
+    int head, slot, id;  // of the tile that was looked up last: this lane's page (-1: nothing to copy)
+
+    DEVICE void start(const PrefillArgs& a) {
+        run = TOKENS;
+        while (a.page % run) run /= 2;
+        index = blockIdx.x;
+        item.last = 0;
+        if (item_at(a, index, item)) j = item.first;
+    }
+    // Look up the next tile; false at the end. What it loads is not waited for here.
+    DEVICE bool look_up(const PrefillArgs& a) {
+        while (true) {
+            if (item.last == 0) return false;
+            if (j < item.last) break;
+            index += gridDim.x;
+            item.last = 0;
+            if (item_at(a, index, item)) j = item.first;
+        }
+        int lane = threadIdx.x % 32, token = j * TOKENS + lane * run, column = token / a.page;
+        // All that the row has, even past what this item sees: rows that are not copied must be cleared.
+        bool held = lane * run < TOKENS && token < item.tile.end && token + run > item.low;
+        slot = token - column * a.page;
+        head = item.head;
+        id = held ? __ldg(a.table + item.tile.table_row * a.table_row + column) : -1;
+        ++j;
+        return true;
+    }
+};
+
+// One of K and V of a looked-up tile, to a place of its ring.
+template <typename Rows> DEVICE void copy_tile(const PrefillArgs& a, const u8* from, int run, bool held, u32 to, u64* full, u64* empty, int parity) {
+    int lane = threadIdx.x % 32;
+    u32 barrier = shared_address(full), bytes = __popc(__ballot_sync(~0u, held)) * run * Rows::BYTES;
+    barrier_wait(shared_address(empty), parity ^ 1);
+    if (lane == 0) barrier_expect(barrier, bytes);
+    __syncwarp();
+    if (!held) return;
 #pragma unroll
     for (int p = 0; p < Rows::PANELS; ++p)
-        bulk_copy(to + (p * TOKENS + first_row) * Rows::PANEL, from + p * a.page * Rows::PANEL, run * Rows::PANEL, barrier);
+        bulk_copy(to + (p * TOKENS + lane * run) * Rows::PANEL, from + p * a.page * Rows::PANEL, run * Rows::PANEL, barrier);
 }
 
-// By one warp: all tiles of all items.
+// By one warp, in the order in which they are multiplied: K of a tile before V of the tile in front of it.
 DEVICE void copy_keys_and_values(const PrefillArgs& a, Shared& shared) {
     u64 *k_full = FP8 ? shared.raw_k_full : shared.k_full, *k_empty = FP8 ? shared.raw_k_empty : shared.k_empty;
     u64 *v_full = FP8 ? shared.raw_v_full : shared.v_full, *v_empty = FP8 ? shared.raw_v_empty : shared.v_empty;
-    int lane = threadIdx.x % 32, run = TOKENS;
-    while (a.page % run) run /= 2;
-    Item item;
-    Turn<STAGES> turn;
-    for (int index = blockIdx.x; item_at(a, index, item); index += gridDim.x) {
-        int high = item.tile.position + item.tile.tokens;
-        for (int j = item.first; j < item.last; ++j, turn.next()) {
-            int token = j * TOKENS + lane * run, column = token / a.page, slot = token - column * a.page;
-            bool held = lane * run < TOKENS && token < high && token + run > item.low;
-            int id = held ? __ldg(a.table + item.tile.table_row * a.table_row + column) : -1;
-            int mine = id >= 0 ? run : 0, tokens = __popc(__ballot_sync(~0u, id >= 0)) * run;
-            const u8* from = a.cache + id * a.page_bytes;
-            u32 full = shared_address(k_full + turn.place);
-            barrier_wait(shared_address(k_empty + turn.place), turn.parity ^ 1);
-            if (lane == 0) barrier_expect(full, tokens * KRows::BYTES);
-            __syncwarp();
-            u32 to = shared_address(FP8 ? shared.raw_k[turn.place] : shared.k[turn.place]);
-            copy_run<KRows>(a, to, from + k_offset(a.page, item.head, slot), lane * run, mine, full);
-            full = shared_address(v_full + turn.place);
-            barrier_wait(shared_address(v_empty + turn.place), turn.parity ^ 1);
-            if (lane == 0) barrier_expect(full, tokens * VRows::BYTES);
-            __syncwarp();
-            to = shared_address(FP8 ? shared.raw_v[turn.place] : shared.v[turn.place]);
-            copy_run<VRows>(a, to, from + v_offset(a.page, item.head, slot), lane * run, mine, full);
+    Tiles tiles;
+    tiles.start(a);
+    Turn<STAGES> key, value;
+    bool more = tiles.look_up(a), behind = false, held = false;  // of the tile whose K was copied last
+    const u8* v = nullptr;
+    while (more || behind) {
+        const u8* next_v = nullptr;
+        bool next_held = false;
+        if (more) {
+            const u8* page = a.cache + tiles.id * a.page_bytes;
+            const u8* k = page + k_offset(a.page, tiles.head, tiles.slot);
+            next_v = page + v_offset(a.page, tiles.head, tiles.slot);
+            next_held = tiles.id >= 0;
+            u32 to = shared_address(FP8 ? shared.raw_k[key.place] : shared.k[key.place]);
+            copy_tile<KRows>(a, k, tiles.run, next_held, to, k_full + key.place, k_empty + key.place, key.parity);
+            key.next();
         }
+        bool copied = more;
+        more = more && tiles.look_up(a);
+        if (behind) {
+            u32 to = shared_address(FP8 ? shared.raw_v[value.place] : shared.v[value.place]);
+            copy_tile<VRows>(a, v, tiles.run, held, to, v_full + value.place, v_empty + value.place, value.parity);
+            value.next();
+        }
+        v = next_v, held = next_held, behind = copied;
     }
 }
 

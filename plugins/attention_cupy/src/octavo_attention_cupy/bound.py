@@ -1,0 +1,183 @@
+"""One layer, ready to launch: its kernels, their arguments as far as they do not change from step to step, and its work maps.
+
+Everything that may compile, load or allocate happens here, when the backend is bound; a step does none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from octavo.interfaces import AttentionLayer, Limits
+
+from octavo_attention_cupy.compiler import load_function
+from octavo_attention_cupy.geometry import PageGeometry
+from octavo_attention_cupy.launch import DecodeArgs, Kernel, PlanArgs, PrefillArgs, WriteArgs
+from octavo_attention_cupy.provider import FP8
+from octavo_attention_cupy.tuning import DecodeChoice, PrefillChoice, decode_choice, prefill_choice
+
+LOG2E = 1.4426950408889634
+ROW_WORK, BLOCK_WORK = 8, 12
+"""int32 values of RowWork and BlockWork (cuda/work.cuh)."""
+PLAN_THREADS, WRITE_THREADS = 1024, 256
+
+
+@dataclass(slots=True)
+class WorkMap:
+    """The decode work map of one kind of layer (block table, window, segments, unit, blocks), filled once a step. `regimes`: the
+    answers of `crowded` for which some layer needs it."""
+
+    args: PlanArgs
+    regimes: set[bool]
+    tensors: tuple[torch.Tensor, torch.Tensor]  # int32 [max rows, ROW_WORK] and [blocks, BLOCK_WORK]
+
+
+@dataclass(slots=True)
+class Decode:
+    """A decode kernel of a layer, with its work map."""
+
+    kernel: Kernel
+    args: DecodeArgs
+    blocks: int
+    heads: int  # query heads of a segment at most
+    segments: int  # of a row
+
+
+@dataclass(slots=True)
+class Bound:
+    """One layer. `decodes[False]` serves few rows, `decodes[True]` a crowd."""
+
+    layer: AttentionLayer
+    group: int
+    geometry: PageGeometry
+    cache: torch.Tensor
+    sinks: torch.Tensor | None
+    decodes: dict[bool, Decode]
+    tile: PrefillChoice
+    prefill: Kernel
+    write: Kernel
+    write_args: WriteArgs
+    prefill_args: PrefillArgs
+
+    @property
+    def prefill_tokens(self) -> int:
+        """New tokens of one prefill tile."""
+        return self.tile.rows // (self.layer.num_heads // self.layer.num_kv_heads)
+
+
+class Binder:
+    """Makes `Bound`s on one device. Kernels and work maps that layers have in common are made once."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        capability: tuple[int, int],
+        dtype: str,
+        limits: Limits,
+        cache_dir: Path | None,
+        portable: bool,
+    ) -> None:
+        self.device, self.dtype, self.limits = device, dtype, limits
+        self.cache_dir = cache_dir
+        self.hopper = capability == (9, 0) and not portable
+        properties = torch.cuda.get_device_properties(device)
+        self.sms: int = properties.multi_processor_count
+        self.shared_block: int = properties.shared_memory_per_block_optin
+        self.shared_sm: int = properties.shared_memory_per_multiprocessor
+        self.works: dict[tuple[Any, ...], WorkMap] = {}
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+
+    def kernel(self, name: str, macros: dict[str, int], what: str, threads: int, shared: int = 0) -> Kernel:
+        """Compiled or found, loaded, and allowed its shared memory."""
+        key = (name, *sorted(macros.items()))
+        if key not in self._kernels:
+            function = load_function(name, macros, device=self.device.index, shared=shared, directory=self.cache_dir)
+            self._kernels[key] = Kernel(function, f"{name} of {what}", threads, shared)
+        return self._kernels[key]
+
+    def plan(self) -> Kernel:
+        return self.kernel("plan", {}, "the work map", PLAN_THREADS)
+
+    def bind(self, group: int, layer: AttentionLayer, geometry: PageGeometry, cache: torch.Tensor) -> Bound:
+        """`layer` of KV group number `group`, whose pages are `cache`."""
+        macros = {
+            "BF16": self.dtype == "bfloat16",
+            "KV_BYTES": geometry.element,
+            "E5M2": geometry.dtype == "float8_e5m2",
+            "K_DIM": layer.k_dim,
+            "V_DIM": layer.v_dim,
+        }
+        what = f"dims {layer.k_dim} and {layer.v_dim}, {self.dtype} queries, {geometry.dtype} cache"
+        dims = {"k_dim": layer.k_dim, "v_dim": layer.v_dim, "element": geometry.element, "shared_block": self.shared_block}
+        sinks = None if layer.sinks is None else layer.sinks.detach().to(self.device, torch.float32).contiguous()
+        common = self._common(layer, geometry, cache, sinks)
+        write = WriteArgs(**{name: common[name] for name in ("cache", "page_bytes", "page", "kv_heads", "v_scale")})
+        write.k_scale = layer.k_scale if geometry.dtype in FP8 else 1.0
+        softened = macros | {"SOFTCAP": layer.softcap > 0}
+        tile = prefill_choice(**dims, hopper=self.hopper)
+        decodes = {}
+        for crowded in (False, True):
+            choice = decode_choice(**dims, group=layer.num_heads // layer.num_kv_heads, shared_sm=self.shared_sm, crowded=crowded)
+            decodes[crowded] = self._decode(group, layer, choice, softened, what, common, crowded)
+        return Bound(
+            layer, group, geometry, cache, sinks, decodes, tile,
+            self.kernel(tile.kernel, softened | tile.macros, what, tile.threads, tile.shared),
+            self.kernel("write", macros, what, WRITE_THREADS), write, PrefillArgs(**common, window=layer.window or 0),
+        )  # fmt: skip
+
+    def _common(
+        self, layer: AttentionLayer, geometry: PageGeometry, cache: torch.Tensor, sinks: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """Arguments that decode and prefill share."""
+        k_scale, v_scale = (layer.k_scale, layer.v_scale) if geometry.dtype in FP8 else (1.0, 1.0)
+        scale = layer.scale * k_scale
+        return {
+            "cache": cache.data_ptr(),
+            "sinks": 0 if sinks is None else sinks.data_ptr(),
+            "page_bytes": geometry.elements * geometry.element,
+            "page": geometry.page,
+            "kv_heads": layer.num_kv_heads,
+            "group": layer.num_heads // layer.num_kv_heads,
+            "scale": scale / layer.softcap if layer.softcap else scale * LOG2E,
+            "softcap": layer.softcap * LOG2E,
+            "v_scale": v_scale,
+        }
+
+    def _decode(
+        self,
+        group: int,
+        layer: AttentionLayer,
+        choice: DecodeChoice,
+        macros: dict[str, int],
+        what: str,
+        common: dict[str, Any],
+        crowded: bool,
+    ) -> Decode:
+        kernel = self.kernel("decode", macros | choice.macros(), what, choice.warps * 32, choice.shared)
+        pieces = -(-layer.num_heads // layer.num_kv_heads // choice.heads)
+        segments, blocks = layer.num_kv_heads * pieces, self.sms * choice.blocks * choice.waves
+        work = self._work((group, layer.window or 0, segments, choice.unit, blocks))
+        work.regimes.add(crowded)
+        rows, starts = (t.data_ptr() for t in work.tensors)
+        return Decode(
+            kernel, DecodeArgs(**common, pieces=pieces, row_work=rows, block_work=starts), blocks, choice.heads, segments
+        )
+
+    def _work(self, key: tuple[int, int, int, int, int]) -> WorkMap:
+        if key not in self.works:
+            _, window, segments, unit, blocks = key
+            rows = torch.zeros(self.limits.max_num_seqs, ROW_WORK, dtype=torch.int32, device=self.device)
+            starts = torch.zeros(blocks, BLOCK_WORK, dtype=torch.int32, device=self.device)
+            args = PlanArgs(
+                row_work=rows.data_ptr(),
+                block_work=starts.data_ptr(),
+                blocks=blocks,
+                heads=segments,
+                unit=unit,
+                least=1,
+                window=window,
+            )
+            self.works[key] = WorkMap(args, set(), (rows, starts))
+        return self.works[key]
