@@ -109,6 +109,8 @@ class EngineProcess:
         try:
             while True:
                 self._deliver(*unpack(await self._socket.recv_multipart()))
+                # A message that is there already comes without a turn of the loop: a fast engine would hold it up.
+                await asyncio.sleep(0)
         except Exception as error:
             log.exception("a message of the engine could not be taken in")
             reason = f"its messages can no longer be taken in: {type(error).__name__}: {error}"

@@ -32,7 +32,8 @@ from octavo.engine.messages import Progress
 from octavo.engine.models import ModelTable
 from octavo.engine.served import Served
 from octavo.engine.supervisor import Backoff, Supervisor
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, EngineDead, LoadError, PluginError
+from octavo.model.source import resolve_source
 from octavo.request import EngineStats
 from octavo.server import logs, tls
 from octavo.server.app import create_app
@@ -44,6 +45,7 @@ from octavo.server.tenants import Tenants
 log = logging.getLogger("octavo.server")
 
 _BACKLOG = 2048
+_ACCEPTED_AT_ONCE = 16
 _MAX_FILES = 1 << 17
 _FLUSH_SECONDS = 1.0  # for the last events of streams that the drain has ended
 _STATS_SECONDS = 10.0
@@ -85,7 +87,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn's server without its signal handlers: ours drain first."""
+    """uvicorn's server without its signal handlers (ours drain first), which takes a burst of connections a few at
+    a time, so that those who are served already do not wait for all of it; the rest wait in the kernel's queue."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(_BACKLOG)  # asyncio takes its number of accepts in a row for the queue's length as well
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -119,7 +127,7 @@ class _Process:
             try:
                 log.info("Octavo %s listens on %s; %s is loading", octavo.__version__, address(config, sock), ", ".join(names))
                 await self._until(self._stop, self._load(table))
-                if state.ready and not self._stop.is_set():
+                if not self._stop.is_set():
                     gc.collect()
                     gc.freeze()  # what was imported is garbage for nobody: the collector need not look at it again
                     log.info("ready: %s at %s", ", ".join(state.names), address(config, sock))
@@ -139,13 +147,23 @@ class _Process:
         declared = [table.declare(model.name, model.config) for model in self._planned]
         for alias in self._aliases:
             table.set_alias(alias, {self._planned[0].name: 1.0})
+        for model in declared[1:]:  # what is not there must not be said after minutes of loading the first
+            config = model.config
+            with self._naming(model.name):
+                await asyncio.to_thread(resolve_source, config.model, config.revision, weights=config.load_format != "dummy")
         for model in declared:
-            try:
+            with self._naming(model.name):
                 await table.load(model, on_progress=self._on_progress)
-            except OctavoError as error:
-                if len(declared) == 1:
-                    raise
-                raise type(error)(f"model {model.name!r}: {error}") from error
+
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Errors inside say which of several models they are about."""
+        try:
+            yield
+        except (ConfigError, LoadError, PluginError, EngineDead) as error:
+            if len(self._planned) == 1:
+                raise
+            raise type(error)(f"model {name!r}: {error}") from error
 
     async def _serve(self, state: Service, serving: asyncio.Task[None]) -> None:
         stats = asyncio.create_task(_log_stats(state.models)) if not self._config.disable_log_stats else None
@@ -211,6 +229,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         root_path=config.root_path,
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(_FLUSH_SECONDS),
         **tls.options(config),

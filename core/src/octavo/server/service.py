@@ -237,7 +237,8 @@ def principal(request: Request) -> Principal:
     return found if isinstance(found, Principal) else Principal()
 
 
-def service(request: Request) -> Service:
+async def service(request: Request) -> Service:
+    """FastAPI's dependency. Not a plain function, since those are called in a thread."""
     found: Any = request.app.state.service
     assert isinstance(found, Service)
     return found
