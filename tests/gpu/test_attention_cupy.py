@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,12 @@ from octavo.testing.attention import AttentionSuite, AttentionTarget, check
 from octavo.testing.paged import Shape, reference, stored
 from octavo_attention_cupy.provider import provider
 
+from tests.engine.harness import alone, make_engine, request
+
 pytestmark = pytest.mark.gpu
 
 BF16, FP16, E4M3, E5M2 = "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
+INSTALLED = any(point.name == "attention_cupy" for point in entry_points(group="octavo"))
 LENGTHS = (1, 15, 64, 65, 127, 128, 129, 257, 1000, 40, 300, 700)
 WORK = [(i, n - 1, 1) for i, n in enumerate(LENGTHS[:9])] + [(9, 0, 40), (10, 0, 300), (11, 200, 500)]
 
@@ -158,3 +162,13 @@ def test_kernels_run_on_the_stream_that_is_current_at_each_launch() -> None:
             scene.backend.run(0, step, q, out)
         stream.synchronize()
         assert float((out.float() - value).abs().max()) < 0.3, f"round {value}"
+
+
+@pytest.mark.skipif(not INSTALLED, reason="octavo-attention-cupy is not installed: an engine would not find it")
+def test_an_engine_gives_the_same_tokens_from_graphs_as_eagerly(tiny: Path) -> None:
+    """In graphs every decode launch but the first may start before the kernel in front of it has ended."""
+    options = {"device": "cuda", "num_threads": None, "num_gpu_blocks_override": 64, "block_size": 16, "dtype": "bfloat16"}
+    graphs, eager = (make_engine(tiny, attention_backend="cupy", enforce_eager=e, **options) for e in (False, True))
+    for prompt in ([9, 30, 77], [100] * 17, [9 + i % 200 for i in range(90)]):
+        found = [alone(e, request(e, "a", prompt, max_tokens=40, ignore_eos=True))["a", 0].tokens for e in (graphs, eager)]
+        assert found[0] == found[1]
