@@ -6,6 +6,7 @@ S21 (head shapes of configs), and the per-family rules of windows, biases and ti
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -126,6 +127,36 @@ VARIANTS |= {
 
 class TestFamilies(ModelSuite):
     target = ModelTarget(DecoderAdapter, VARIANTS)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def test_the_language_model_of_a_multimodal_checkpoint(kind: str) -> None:
+    """Its text_config, its tensors under their longer names, the towers left unread; logits of text are transformers'."""
+    import transformers
+
+    text = config("gemma3_text", **GEMMA3) if kind == "gemma3" else config("mistral", head_dim=8, sliding_window=7)
+    del text["architectures"]
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    vision |= {"patch_size": 14, "model_type": "siglip_vision_model" if kind == "gemma3" else "pixtral"}
+    name = f"{kind.capitalize()}ForConditionalGeneration"
+    extra = {"mm_tokens_per_image": 4} if kind == "gemma3" else {}
+    made = {"architectures": [name], "model_type": kind, "text_config": text, "vision_config": vision, **extra}
+    parsed = transformers.AutoConfig.for_model(**deepcopy(made))
+    oracle = getattr(transformers, name)._from_config(parsed, attn_implementation="eager").eval()
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=random))
+    tensors = checkpoint(oracle, {})
+    assert any(key.startswith("vision_tower.") for key in tensors) and "language_model.model.norm.weight" in tensors
+    if oracle.config.get_text_config().tie_word_embeddings:
+        del tensors["language_model.lm_head.weight"]
+    prompt = tokens(40)
+    adapter = DecoderAdapter(None, None)
+    found = BareModel(adapter, made, tensors).feed(0, prompt, [30, 1, 9])
+    assert float((found - right_logits(oracle, prompt)).abs().max()) <= TOLERANCE
+    assert not adapter.ignored("model.layers.0.vision.weight")
+    assert not DecoderAdapter(None, None).ignored("vision_tower.weight"), "a model of text has no towers to ignore"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

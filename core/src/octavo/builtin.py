@@ -14,6 +14,7 @@ from octavo.hookspecs import hookimpl
 from octavo.model.any_transformers import COST
 from octavo.model.any_transformers import PATTERN as CAUSAL
 from octavo.model.families import DECODER_ARCHITECTURES
+from octavo.model.text_part import WRAPPED
 
 
 @hookimpl
@@ -160,8 +161,10 @@ def accepts_mxfp4(needs: Needs, options: Any) -> Accept | Reject:
 
 def accepts_decoder(needs: Needs, options: Any) -> Accept | Reject:
     architecture = needs.facts.get("architecture", "")
+    if architecture in WRAPPED:
+        return Accept(reason=f"{architecture}'s language model, {WRAPPED[architecture][0]}, is in its list: text only")
     if architecture not in DECODER_ARCHITECTURES:
-        return Reject(f"architecture {architecture!r} is not one of {', '.join(DECODER_ARCHITECTURES)}")
+        return Reject(f"architecture {architecture!r} is not one of {', '.join((*DECODER_ARCHITECTURES, *WRAPPED))}")
     return Accept(reason=f"{architecture} is in its list")
 
 
