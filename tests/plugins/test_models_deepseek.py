@@ -23,7 +23,7 @@ from octavo_models_deepseek.adapter import DeepseekAdapter
 from octavo_models_deepseek.config import read_deepseek
 from octavo_models_deepseek.provider import accepts
 
-TOKENS = [7, 3, 11, 60, 2, 45, 23, 9, 31, 17, 5, 5, 8, 50, 1, 62, 40, 33, 21, 19, 4, 38]
+TOKENS = [7, 3, 11, 60, 2, 45, 23, 9, 31, 17, 5, 5, 8, 50, 1, 62, 40, 33, 21, 19, 4, 38, 59, 0, 13, 44, 28, 16, 36, 51]
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1,
     "original_max_position_embeddings": 32,
@@ -97,8 +97,24 @@ def test_logits_of_a_prompt_at_once_in_chunks_and_token_by_token(case: tuple[dic
     config, tensors, right = case
     model = bare(config, tensors)
     close(model.feed(0, TOKENS, [len(TOKENS)]), right)
-    close(model.feed(1, TOKENS, [5, 9, 1, 7]), right)
+    close(model.feed(1, TOKENS, [5, 9, 1, 15]), right)
     close(model.feed(2, TOKENS, [3] + [1] * (len(TOKENS) - 3)), right)
+
+
+def test_a_long_prompt_is_expanded_and_short_ones_beside_it_are_not(
+    case: tuple[dict[str, Any], dict[str, Tensor], Tensor],
+) -> None:
+    """Either way of attending, in one step, at the beginning of a row and behind a cached prefix."""
+    config, tensors, right = case
+    expands = read_deepseek(config).expands
+    model = bare(config, tensors)
+    assert expands == 0 if "index_topk" in config else 1 < expands <= len(TOKENS) - 3
+    model.run([(0, TOKENS[:3]), (1, TOKENS[:18]), (2, TOKENS[:20])])
+    first, second, third, fourth = model.run([(1, TOKENS[18:21]), (0, TOKENS[3:]), (2, TOKENS[20:21]), (3, TOKENS)])
+    close(first, right[18:21])
+    close(second, right[3:])
+    close(third, right[20:21])
+    close(fourth, right)
 
 
 def test_rows_of_a_step_do_not_meet(case: tuple[dict[str, Any], dict[str, Tensor], Tensor]) -> None:

@@ -10,6 +10,7 @@ the unused tail of a block is never read, not even to be masked.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,9 +99,11 @@ class _Rows:
 
 
 class GroupPlanner:
-    """Plans steps of one KV group, whose cache is on `device`."""
+    """Plans steps of one KV group, whose cache is on `device`. expands: rows with at least so many new tokens are left
+    out (AttentionLayer.expands; 0: none)."""
 
-    def __init__(self, group: KVGroup, device: torch.device) -> None:
+    def __init__(self, group: KVGroup, device: torch.device, expands: int = 0) -> None:
+        self._expands = expands or sys.maxsize
         self._index, self._size, self._window = group.index, group.block_size, group.spec.window
         self._device = device
         self._kinds = 1 if group.spec.kind == "latent" else 2  # a latent entry is K and V at once
@@ -118,13 +121,13 @@ class GroupPlanner:
         return GroupPlan(
             writes=(slots // self._size * len(self._planes) + self._planes).mul_(self._size).add_(slots % self._size).view(-1),
             short=[self._short(rows.pick(chosen), table, host.num_tokens) for chosen in self._tiles(new, ends - firsts)],
-            long=[self._long(rows, int(i), table) for i in np.flatnonzero(_alone(new, ends - firsts))],
+            long=[self._long(rows, int(i), table) for i in np.flatnonzero(_alone(new, ends - firsts) & (new < self._expands))],
         )
 
     def _tiles(self, new: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
         """Indices of the rows that are not computed alone, in lists that each become a tile: at most twice
         the work that their members need, and some, which is what another tile costs."""
-        together, decoding = ~_alone(new, keys), new == 1
+        together, decoding = ~_alone(new, keys) & (new < self._expands), new == 1
         tiles: list[np.ndarray] = []
         for chosen in (np.flatnonzero(together & decoding), np.flatnonzero(together & ~decoding)):
             tile: list[int] = []
@@ -185,7 +188,7 @@ class EntryPlanner(GroupPlanner):
     """Plans steps of a latent group that keeps one entry for `tokens_per_entry` tokens, written with the last of them. An
     entry's *position* is its number in the sequence; `entries` takes those."""
 
-    def __init__(self, group: KVGroup, device: torch.device) -> None:
+    def __init__(self, group: KVGroup, device: torch.device, expands: int = 0) -> None:
         super().__init__(group, device)
         self._every = group.spec.tokens_per_entry
         self._size = group.block_size // self._every

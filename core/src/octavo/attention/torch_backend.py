@@ -95,7 +95,7 @@ class TorchAttention:
                     f"KV group {bound.group.index}: blocks of {size} tokens hold no whole number of entries of {every}"
                 )
             planner = GroupPlanner if every == 1 else EntryPlanner
-            self._planners[key] = planner(bound.group, bound.caches[0].device)
+            self._planners[key] = planner(bound.group, bound.caches[0].device, bound.layers[0].expands)
             for facts, cache in zip(bound.layers, bound.caches, strict=True):
                 entries = cache.view(-1, cache.shape[-1])
                 if cache.dtype in _FLOAT8:

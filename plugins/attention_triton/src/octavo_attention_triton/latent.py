@@ -170,15 +170,15 @@ class TritonLatent:
         self._tables = step.tables
         if step.host.max_query_len <= 1:
             return
-        step.scratch["latent.prompts"] = {
-            size: self._prompts(step, size) for size in {bound.shape.tokens for bound in self._layers.values()}
-        }
+        kinds = {(bound.shape.tokens, bound.layer.expands) for bound in self._layers.values()}
+        step.scratch["latent.prompts"] = {kind: self._prompts(step, *kind) for kind in kinds}
         step.scratch["latent.decodes"] = bool((step.host.query_lens == 1).any())
 
-    def _prompts(self, step: Step, size: int) -> torch.Tensor:
-        """int32 [items, ITEM], longest first: `size` tokens of a row an item, against all keys up to their own."""
+    def _prompts(self, step: Step, size: int, expands: int) -> torch.Tensor:
+        """int32 [items, ITEM], longest first: `size` tokens of a row an item, against all keys up to their own. Rows of at
+        least `expands` tokens (0: none) are the model's."""
         lens, ends = step.host.query_lens.astype(np.int64), step.host.seq_lens.astype(np.int64)
-        many = np.flatnonzero(lens > 1)
+        many = np.flatnonzero((lens > 1) & (lens < expands) if expands else lens > 1)
         counts = -(-lens[many] // size)
         of = np.repeat(many, counts)
         nth = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -227,7 +227,9 @@ class TritonLatent:
                 SINKS=False, LSE=lse is not None, PDL=self.pdl, num_warps=4, **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip
         if prompts:
-            self._launch(bound, step, q, out, lse, step.scratch["latent.prompts"][bound.shape.tokens], packed=True)
+            items = step.scratch["latent.prompts"][bound.shape.tokens, bound.layer.expands]
+            if items.shape[0]:
+                self._launch(bound, step, q, out, lse, items, packed=True)
         return out
 
     def _launch(
@@ -257,13 +259,15 @@ class TritonLatent:
 
     # ------------------------------------------------------------ whole blocks
 
-    def gather(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries of a row's first tokens, [length, 1, k_dim], and their first part, [length, 1, v_dim]. Slow."""
+    def gather(self, layer: int, row: int, length: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entries of tokens [start, length) of a row, [length - start, 1, k_dim], and their first part, [.., 1, v_dim]."""
         bound = self._layers[layer]
         if not self._tables:
             raise RuntimeError("gather: no step has been prepared yet, so there is no block table to read")
-        blocks = self._tables[bound.group][row, : -(-length // bound.page)].long().clamp_min(0)
-        entries = bound.cache[blocks].reshape(-1, 1, bound.layer.k_dim)[:length]
+        first = start // bound.page
+        blocks = self._tables[bound.group][row, first : -(-length // bound.page)].long().clamp_min(0)
+        at = first * bound.page
+        entries = bound.cache[blocks].reshape(-1, 1, bound.layer.k_dim)[start - at : length - at]
         return entries, entries[..., : bound.layer.v_dim]
 
     def copy_blocks(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -98,7 +98,17 @@ class DeepseekConfig:
 
     def attention_layer(self, index: int) -> AttentionLayer:
         """Layer `index` as the attention backend sees it: every head against the one shared latent."""
-        return AttentionLayer(index, self.num_heads, 1, self.latent + self.rope.dim, self.latent, self.scale)
+        entry = self.latent + self.rope.dim
+        return AttentionLayer(index, self.num_heads, 1, entry, self.latent, self.scale, expands=self.expands)
+
+    @property
+    def expands(self) -> int:
+        """New tokens of a row from which expanding its keys and values takes less arithmetic than the absorbed form, for any
+        length of the row (`expand.py`); 0, never, where an index chooses keys: there are never enough of them."""
+        if self.index is not None:
+            return 0
+        absorbed, expanded = 2 * self.latent + self.rope.dim, self.nope + self.rope.dim + self.v_dim
+        return -(-self.latent * (self.nope + self.v_dim) // max(1, absorbed - expanded))
 
     def index_layer(self, number: int) -> AttentionLayer:
         """The cache of an indexer's keys; number is its place among all caches, past the attention layers'."""

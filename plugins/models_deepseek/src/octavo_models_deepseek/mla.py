@@ -6,6 +6,8 @@ kv_b_proj, c a latent and r its RoPE part:
 
     q . k = q_nope . (W_k c) + q_rope . r = (W_k^T q_nope) . c + q_rope . r        sum p v = W_v (sum p c)
 
+Rows with many new tokens are the exception: `expand.py`.
+
 Stateless between steps; which kernel attends and how an entry is stored is the backend's.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from octavo.interfaces import Linear, ModelParts, Step
 from octavo.model.layers import Angles
@@ -20,6 +23,7 @@ from octavo.model.parameter import Parameter
 from torch import Tensor
 
 from octavo_models_deepseek.config import LATENT_NORM_EPS, DeepseekConfig
+from octavo_models_deepseek.expand import attend
 from octavo_models_deepseek.indexer import Indexer
 from octavo_models_deepseek.unit import UnitMatrix
 
@@ -80,8 +84,9 @@ class LatentAttention:
         self._output = parts.linear(name, heads * config.v_dim, {"o_proj": hidden}, bias=bias)
         self._rope: Callable[..., Tensor] = parts.op("qk_norm_rope")
         self._attend = parts.attention(config.attention_layer(index))
+        self._expands, self._scale = config.expands, config.scale
         self._heads, self._nope, self._rope_dim, self._latent = heads, config.nope, config.rope.dim, config.latent
-        self._interleave, self._width = config.interleave, heads * config.v_dim
+        self._interleave, self._v_dim, self._width = config.interleave, config.v_dim, heads * config.v_dim
         self._indexer: Indexer | None = None
         if config.index is not None:
             self._indexer = Indexer(f"{name}.indexer", config, config.index, config.num_layers + index, parts)
@@ -107,25 +112,46 @@ class LatentAttention:
                 select = self._indexer(step, x, low, angles)
         q = q.reshape(-1, self._heads, self._nope + self._rope_dim)
         latent = self._kv_norm(latent)
-        query, entry = self._turned(q, latent, key, angles)
+        turned = self._turned(q, key, angles)
+        entry = torch.cat((latent, turned[:, self._heads]), -1).unsqueeze(1)
         value = entry[..., : self._latent]
-        found = self._attend.over(step, query, entry, value, select) if self._indexer else self._attend(step, query, entry, value)
-        out = torch.bmm(found.transpose(0, 1), self._expansion.value)  # [heads, T, v]
-        return self._output(out.transpose(0, 1).reshape(-1, self._width))
+        long = [] if not self._expands else np.flatnonzero(step.host.query_lens >= self._expands).tolist()
+        if len(long) == len(step.host.query_lens):
+            self._attend.store(step, entry, value)  # type: ignore[attr-defined]
+            out = q.new_empty(len(q), self._heads, self._v_dim)
+        else:
+            query = self._absorbed(q, turned)
+            found = self._attend.over(step, query, entry, value, select)  # type: ignore[attr-defined]
+            out = torch.bmm(found.transpose(0, 1), self._expansion.value).transpose(0, 1)
+        if long:
+            out = self._expanded(step, q, turned, out.contiguous(), long)
+        return self._output(out.reshape(-1, self._width))
 
-    def _turned(self, q: Tensor, latent: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """The absorbed query [T, heads, latent + rope] and the cache's entry [T, 1, latent + rope]."""
+    def _expanded(self, step: Step, q: Tensor, turned: Tensor, out: Tensor, rows: list[int]) -> Tensor:
+        """Fill in out [T, heads, v] for the rows of the step that have many new tokens."""
+        ends = np.cumsum(step.host.query_lens)
+        for row in rows:
+            tokens = slice(int(ends[row] - step.host.query_lens[row]), int(ends[row]))
+            query = torch.cat((q[tokens, :, : self._nope], turned[tokens, : self._heads]), -1)
+            entries, _ = self._attend.read(int(step.host.rows[row]), 0, int(step.host.seq_lens[row]))  # type: ignore[attr-defined]
+            out[tokens] = attend(query, entries[:, 0], self._expansion.key, self._expansion.value, self._scale)
+        return out
+
+    def _turned(self, q: Tensor, key: Tensor, angles: Angles) -> Tensor:
+        """The rotated parts of q [T, heads, ...] and of the key [T, rope], side by side: [T, heads + 1, rope]."""
         tokens, heads, dim = len(q), self._heads, self._rope_dim
         turning = torch.cat((q[..., self._nope :], key.unsqueeze(1)), 1)
         if self._interleave:
             # Pairs (2j, 2j + 1) become (j, j + dim / 2): of query and key alike, so that their products stay.
             turning = turning.view(tokens, heads + 1, dim // 2, 2).transpose(2, 3).reshape(tokens, heads + 1, dim)
-        turned = self._rope(turning, None, 0.0, *angles)
-        query = q.new_empty(tokens, heads, self._latent + dim)
-        query[..., self._latent :] = turned[:, :heads]
+        return self._rope(turning, None, 0.0, *angles)
+
+    def _absorbed(self, q: Tensor, turned: Tensor) -> Tensor:
+        """The query in the latent's coordinates, [T, heads, latent + rope]."""
+        query = q.new_empty(len(q), self._heads, self._latent + self._rope_dim)
+        query[..., self._latent :] = turned[:, : self._heads]
         query[..., : self._latent] = torch.bmm(q[..., : self._nope].transpose(0, 1), self._expansion.key).transpose(0, 1)
-        entry = torch.cat((latent, turned[:, heads]), -1)
-        return query, entry.unsqueeze(1)
+        return query
 
 
 def _entry(name: str, hidden: int, width: int, parts: ModelParts, bias: bool) -> Linear:
