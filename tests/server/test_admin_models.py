@@ -238,7 +238,14 @@ def test_a_removed_model_gives_its_memory_back_and_cuts_what_outlasts_the_timeou
         return sum(engine.memory_info().rss for engine in engines(server))
 
     before = resident()
-    add(admin, "third", other, settings=SETTINGS).raise_for_status()
+    assert add(admin, "third", other, settings=SETTINGS, wait=False).status_code == 202
+    waiting = server.client().post("/v1/completions", json={**GREEDY, "model": "third"})
+    assert waiting.status_code == 503 and waiting.json()["error"]["code"] == "loading" and waiting.headers["retry-after"]
+    until(
+        lambda: {m["name"]: m["state"] for m in admin.get("/admin/models").json()["models"]}["third"] == "serving",
+        120,
+        "it loads",
+    )
     text(server, "third")
     beside = resident()
     assert admin.delete(f"/admin/models/{NAME}").status_code == 409  # the default
@@ -252,6 +259,12 @@ def test_a_removed_model_gives_its_memory_back_and_cuts_what_outlasts_the_timeou
     print(f"resident: {before >> 20} MiB, {beside >> 20} with one more model, {after >> 20} once it is removed")
     assert beside > before + (100 << 20)  # an engine is a process with torch in it
     assert after < before + (beside - before) * 0.1
+
+
+def test_a_model_is_warmed_with_prompts_whose_cache_stays(admin: httpx.Client, second: str) -> None:
+    prompts = {"prompts": ["a page of an octavo is one of sixteen " * 6, "another text"]}
+    computed = [admin.post(f"/admin/models/{second}/warm", json=prompts).json()["computed_tokens"] for _ in range(2)]
+    assert 0 < computed[1] < computed[0] / 2
 
 
 def test_what_is_asked_wrongly_is_said(admin: httpx.Client) -> None:
