@@ -308,6 +308,25 @@ def test_a_model_that_is_removed_while_it_waits_to_start_again_stays_away() -> N
     run(body)
 
 
+def test_an_engine_that_dies_while_it_is_drained_is_not_started_again_and_cannot_be_resumed() -> None:
+    async def body(table: ModelTable, engines: Engines) -> None:
+        supervisor = Supervisor(table, FAST)
+        for name in "ab":
+            await table.add(name, CONFIG, warm=False)
+        assert await table.drain("b", 1)
+        table.resume("b")
+        await table.drain("b", 1)
+        engines.started[1].kill()
+        await asyncio.sleep(0.1)
+        assert len(engines.started) == 2
+        with pytest.raises(ConfigError, match="died"):
+            table.resume("b")
+        await table.remove("b", 0)
+        await supervisor.close()
+
+    run(body)
+
+
 def test_the_wait_doubles_up_to_its_longest() -> None:
     backoff = Backoff(first=1, longest=5)
     assert [backoff.delay(n) for n in range(5)] == [1, 2, 4, 5, 5]

@@ -255,9 +255,12 @@ class ModelTable:
         return await _within(model.idle, timeout)
 
     def resume(self, name: str) -> None:
+        """Take requests again after a drain. Raises ConfigError where there is nothing to take them."""
         model = self.get(name)
         if model.state not in ("drained", "serving"):
             raise ConfigError(f"model {name!r} is {model.state}: only a drained model can be resumed")
+        if not model.llm.alive:
+            raise ConfigError(f"model {name!r}: its engine died while it was drained; remove it and add it again")
         model.state = "serving"
 
     async def remove(self, name: str, timeout: float) -> None:
