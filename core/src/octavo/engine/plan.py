@@ -174,7 +174,8 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         why["dynamic_memory"] = (
             f"between {elastic.blocks(LEAST_UTILIZATION)} and {elastic.most} blocks, looked at every {config.dynamic_memory_interval:g} s"
         )
-    slots = host_slots(config, sizing.block_bytes, cpu_memory()[1])
+    taken = sizing.bytes + weights + workspace if device.type == "cpu" else 0  # of the same memory
+    slots = host_slots(config, sizing.block_bytes, cpu_memory()[1] - taken)
     if slots:
         why["swap_space"] = f"{slots} blocks in host memory; a preempted sequence is swapped: {config.preemption_mode}"
 
