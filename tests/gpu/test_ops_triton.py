@@ -91,6 +91,7 @@ def test_qk_norm_and_rope_in_place_beside_v(
 def test_silu_mul(ops: dict[str, Any], dtype: torch.dtype, size: int) -> None:
     x = (torch.randn(9, 2 * size) * 4).to(dtype)
     near(ops["silu_mul"](x), oracle.silu_mul(x.double()))
+    near(ops["gelu_tanh_mul"](x), oracle.gelu_tanh_mul(x.double()))
     assert float(ops["silu_mul"](torch.full((1, 2 * size), -300.0, dtype=dtype)).abs().max()) == 0.0
 
 

@@ -81,6 +81,7 @@ def activation():
     for size in (32, 1030):
         x = torch.randn(2, 2 * size)
         near(ops["silu_mul"](x), oracle.silu_mul(x))
+        near(ops["gelu_tanh_mul"](4 * x), oracle.gelu_tanh_mul(4 * x))
 
 def embedding():
     weight = torch.randn(7, 40)

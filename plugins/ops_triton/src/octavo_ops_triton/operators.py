@@ -30,6 +30,7 @@ class TritonOperators:
             "add_rms_norm": norm.add_rms_norm,
             "qk_norm_rope": rope.qk_norm_rope,
             "silu_mul": activation.silu_mul,
+            "gelu_tanh_mul": activation.gelu_tanh_mul,
             "draw": draw.draw,
             "rope_angles": angles.rope_angles,
             "decode_inputs": inputs.decode_inputs,
