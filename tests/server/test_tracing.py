@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from octavo.errors import ConfigError
@@ -11,6 +13,7 @@ from octavo.server.counts import Counts
 from octavo.server.records import Record
 from octavo.server.tracing import Tracing
 
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="octavo[otel]")
 trace_export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="octavo[otel]")
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -62,6 +65,35 @@ def test_a_failed_request_is_marked_and_one_without_a_token_has_no_parts() -> No
     assert set(found) == {"llm_request"}
     assert found["llm_request"].status.status_code.name == "ERROR"
     assert spans(ended(outcome="disconnected"), {})["llm_request"].status.status_code.name == "UNSET"
+
+
+def test_spans_go_to_the_collector_over_http() -> None:
+    posts: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posts.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tracing = Tracing(f"http://127.0.0.1:{server.server_port}/v1/traces")
+        tracing.end(ended(), {})
+        tracing.close(10)
+        server.shutdown()
+    assert posts and posts[0][0] == "/v1/traces" and b"llm_request" in b"".join(body for _, body in posts)
+
+
+def test_a_collector_that_is_not_there_does_not_hold_the_end_up() -> None:
+    tracing = Tracing("http://127.0.0.1:9/v1/traces")
+    tracing.end(ended(), {})
+    began = time.monotonic()
+    tracing.close()
+    assert time.monotonic() - began < 1.5
 
 
 def test_without_the_packages_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

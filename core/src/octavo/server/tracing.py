@@ -7,6 +7,7 @@ Owns the exporter. Built only where --otlp-traces-endpoint is set; the packages 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.server.records import Record
 
+CLOSE_SECONDS = 1.0
 _NO_FAULT = frozenset({"ok", "disconnected"})
 
 
@@ -68,9 +70,11 @@ class Tracing:
                 child.end(wall(max(end, begin)))
         span.end(wall(record.ended))
 
-    def close(self) -> None:
-        """Send what is left. Blocks while it is sent, for a bounded time."""
-        self._provider.shutdown()
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Send what is left, for `seconds` at most: a collector that does not answer must not hold the end up."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(seconds)
 
 
 def attributes(record: Record) -> dict[str, Any]:
