@@ -116,18 +116,18 @@ class LatentAttention:
         entry = torch.cat((latent, turned[:, self._heads]), -1).unsqueeze(1)
         value = entry[..., : self._latent]
         long = [] if not self._expands else np.flatnonzero(step.host.query_lens >= self._expands).tolist()
+        out = q.new_empty(len(q), self._heads, self._v_dim)
         if len(long) == len(step.host.query_lens):
             self._attend.store(step, entry, value)  # type: ignore[attr-defined]
-            out = q.new_empty(len(q), self._heads, self._v_dim)
         else:
             query = self._absorbed(q, turned)
             found = self._attend.over(step, query, entry, value, select)  # type: ignore[attr-defined]
-            out = torch.bmm(found.transpose(0, 1), self._expansion.value).transpose(0, 1)
+            torch.bmm(found.transpose(0, 1), self._expansion.value, out=out.transpose(0, 1))
         if long:
-            out = self._expanded(step, q, turned, out.contiguous(), long)
-        return self._output(out.reshape(-1, self._width))
+            self._expanded(step, q, turned, out, long)
+        return self._output(out.view(-1, self._width))
 
-    def _expanded(self, step: Step, q: Tensor, turned: Tensor, out: Tensor, rows: list[int]) -> Tensor:
+    def _expanded(self, step: Step, q: Tensor, turned: Tensor, out: Tensor, rows: list[int]) -> None:
         """Fill in out [T, heads, v] for the rows of the step that have many new tokens."""
         ends = np.cumsum(step.host.query_lens)
         for row in rows:
@@ -135,7 +135,6 @@ class LatentAttention:
             query = torch.cat((q[tokens, :, : self._nope], turned[tokens, : self._heads]), -1)
             entries, _ = self._attend.read(int(step.host.rows[row]), 0, int(step.host.seq_lens[row]))  # type: ignore[attr-defined]
             out[tokens] = attend(query, entries[:, 0], self._expansion.key, self._expansion.value, self._scale)
-        return out
 
     def _turned(self, q: Tensor, key: Tensor, angles: Angles) -> Tensor:
         """The rotated parts of q [T, heads, ...] and of the key [T, rope], side by side: [T, heads + 1, rope]."""
@@ -150,7 +149,7 @@ class LatentAttention:
         """The query in the latent's coordinates, [T, heads, latent + rope]."""
         query = q.new_empty(len(q), self._heads, self._latent + self._rope_dim)
         query[..., self._latent :] = turned[:, : self._heads]
-        query[..., : self._latent] = torch.bmm(q[..., : self._nope].transpose(0, 1), self._expansion.key).transpose(0, 1)
+        torch.bmm(q[..., : self._nope].transpose(0, 1), self._expansion.key, out=query[..., : self._latent].transpose(0, 1))
         return query
 
 
