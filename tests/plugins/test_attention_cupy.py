@@ -12,6 +12,8 @@ import sys
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,7 +241,72 @@ def test_records_of_the_work_map_have_the_size_that_the_host_allocates(integers:
     assert (library.sizes(0), library.sizes(1)) == (4 * bound.ROW_WORK, 4 * bound.BLOCK_WORK)
 
 
-# ---------------------------------------------------------------- compiling
+# ---------------------------------------------------------------- compiling and launching
+
+
+def test_a_kernel_is_compiled_once_and_again_when_anything_that_went_in_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from octavo_attention_cupy import compiler
+
+    nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
+    cuda = ModuleType("cupy.cuda")
+    cuda.nvrtc = nvrtc  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    compiled: list[tuple[str, str, dict[str, int]]] = []
+
+    def compile_cubin(name: str, arch: str, macros: dict[str, int]) -> bytes:
+        compiled.append((name, arch, macros))
+        return f"{name} {arch} {macros}".encode()
+
+    monkeypatch.setattr(compiler, "compile_cubin", compile_cubin)
+    first = compiler.cached_cubin("plan", "sm_90a", {}, tmp_path)
+    assert compiler.cached_cubin("plan", "sm_90a", {}, tmp_path) == first
+    assert len(compiled) == 1
+    compiler.cached_cubin("plan", "sm_80", {}, tmp_path)
+    compiler.cached_cubin("plan", "sm_90a", {"X": 1}, tmp_path)
+    nvrtc.getVersion = lambda: (13, 1)
+    compiler.cached_cubin("plan", "sm_90a", {}, tmp_path)
+    assert len(compiled) == 4
+    assert len(list(tmp_path.iterdir())) == 4, "nothing but whole files is left in the cache"
+
+
+def test_an_error_of_the_driver_names_the_kernel_and_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from octavo_attention_cupy import launch
+
+    def name(status: int, text: Any) -> None:
+        text._obj.value = b"CUDA_ERROR_INVALID_VALUE"
+
+    driver = SimpleNamespace(cuLaunchKernelEx=lambda *args: 1, cuGetErrorName=name, cuGetErrorString=lambda *args: None)
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    kernel = launch.Kernel(SimpleNamespace(ptr=1), "decode of dims 128 and 128", 256, 1 << 20)
+    with pytest.raises(
+        RuntimeError, match=r"decode of dims 128 and 128: .* 132 x 1 blocks of 256 threads .* CUDA_ERROR_INVALID_VALUE"
+    ):
+        kernel((132, 1), launch.DecodeArgs(), torch.device("cpu"))
+
+
+def test_the_stream_is_read_at_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S7: a stream that was current when the module was imported, or at the launch before, is not used."""
+    torch = pytest.importorskip("torch")
+    from octavo_attention_cupy import launch
+
+    seen: list[int] = []
+
+    def launched(config: Any, *rest: Any) -> int:
+        seen.append(config._obj.stream)
+        return 0
+
+    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launched))
+    kernel = launch.Kernel(SimpleNamespace(ptr=1), "plan", 1024)
+    for stream in (7, 8, 7):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: SimpleNamespace(cuda_stream=stream))
+        kernel((1, 1), launch.PlanArgs(), torch.device("cpu"))
+    assert seen == [7, 8, 7]
 
 
 @pytest.mark.parametrize(
