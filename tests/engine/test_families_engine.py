@@ -63,8 +63,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def greedy(right: Any, prompt: list[int]) -> list[int]:
+    """COUNT tokens; the end-of-sequence token is one like any other."""
+    right.generation_config.eos_token_id = None
     with torch.inference_mode():
-        out = right.generate(torch.tensor([prompt]), max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False)
+        out = right.generate(torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False)
     return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
