@@ -114,8 +114,8 @@ def say(*words: Any) -> None:
 
 def candidates(tiles: int) -> list[Shape]:
     """Block shapes worth a try: by warps, by stages, and by how many blocks the registers must leave room for."""
-    row_tiles, stages = {1: ((1, 2), (2, 3, 4)), 2: ((1, 2), (2, 3)), 4: ((1, 2), (2,)), 8: ((1, 2), (2,))}[tiles]
-    warps = ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (1, 8))
+    row_tiles, stages = {1: ((1, 2), (2, 3)), 2: ((1, 2), (2, 3)), 4: ((1, 2), (2,)), 8: ((1, 2), (2,))}[tiles]
+    warps = ((1, 4), (1, 8), (2, 2), (2, 4))
     found = []
     for r, (n, k), s in itertools.product(row_tiles, warps, stages):
         found += [Shape(r, n, k, 1, s, blocks, tiles < 4) for blocks in sorted({1, 16 // (n * k)} if tiles < 4 else {1})]
@@ -135,9 +135,9 @@ def compile_all(tiles: tuple[int, ...]) -> None:
 
 def sweep(seconds: float) -> None:
     began = time.monotonic()
-    compile_all((1, 2, 4))
+    compile_all((1, 2))
     say(f"compiled in {time.monotonic() - began:.0f} s")
-    for m in (1, 16, 4, 32):
+    for m in (1, 16, 8):
         for name, (k, n) in SHAPES.items():
             w = Weights(k, n)
             x = torch.randn(m, k, device="cuda").bfloat16()
@@ -147,15 +147,18 @@ def sweep(seconds: float) -> None:
                 ctas = -(-n // shape.rows) * cluster
                 if not 60 <= ctas <= 4000 or cluster * shape.warps_k > k // 128 or time.monotonic() - began > seconds:
                     continue
-                full = replace(shape, cluster=cluster)
-                op = cuda_op(w, x, full)
-                worst = max(worst, check(op, want))
-                results.append((measure(op, len(w)), full))
+                for resident in (0, 2, 3, 4):
+                    if resident and (resident * 132 >= ctas or cluster > 1):
+                        continue
+                    full = replace(shape, cluster=cluster, resident=resident)
+                    op = cuda_op(w, x, full)
+                    worst = max(worst, check(op, want))
+                    results.append((measure(op, len(w)), full))
             results.sort(key=lambda r: r[0])
             say(f"M {m} {name} floor {w.floor:.1f} worst error {worst:.1e} of {len(results)}")
             for t, s in results[:4]:
                 say(
-                    f"   {t:6.1f}  rt {s.row_tiles} wn {s.warps_n} wk {s.warps_k} c {s.cluster} st {s.stages} mb {s.min_blocks} sums {s.sums:d}"
+                    f"   {t:6.1f}  rt {s.row_tiles} wn {s.warps_n} wk {s.warps_k} c {s.cluster} st {s.stages} mb {s.min_blocks} sums {s.sums:d} res {s.resident}"
                 )
             if name == "gate_up" and m == 16:
                 found = []
@@ -219,11 +222,11 @@ def sweep_wide(seconds: float) -> None:
                 say(f"   {t:6.1f} tokens {s.tokens} groups {s.groups} stages {s.stages} cluster {s.cluster} error {e:.1e}")
 
 
-def profile() -> None:
-    """One launch for ncu: the widest matrix, one row."""
+def profile(m: int) -> None:
+    """Launches for ncu: the widest matrix, m rows."""
     w = Weights(*SHAPES["gate_up"])
-    x = torch.randn(1, w.k, device="cuda").bfloat16()
-    op = cuda_op(w, x, Shape(2, 1, 4, 1, 2, 1, True))
+    x = torch.randn(m, w.k, device="cuda").bfloat16()
+    op = cuda_op(w, x, cuda_gemm.choose_shape(cuda_gemm.token_tiles(m), w.n, w.k, clusters=True))
     for i in range(3):
         op(i)
     torch.cuda.synchronize()
@@ -235,11 +238,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--wide", action="store_true")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", type=int, default=0, metavar="ROWS")
     parser.add_argument("--seconds", type=float, default=100)
     args = parser.parse_args()
     if args.profile:
-        profile()
+        profile(args.profile)
     elif args.wide:
         sweep_wide(args.seconds)
     else:

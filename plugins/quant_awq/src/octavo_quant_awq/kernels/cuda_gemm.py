@@ -23,7 +23,8 @@ MAX_ROWS = 64
 class Shape:
     """A block of the kernel: 16 * row_tiles outputs a warp, warps_n warps side by side, warps_k over K, and `cluster`
     blocks that share K; stages blocks of 128 inputs in flight a warp; min_blocks that a multiprocessor must
-    hold; sums: zero points are subtracted from products instead of from weights."""
+    hold; sums: zero points are subtracted from products instead of from weights; resident: blocks a multiprocessor that share
+    all strips of outputs among them (0: a block for each)."""
 
     row_tiles: int
     warps_n: int
@@ -32,6 +33,7 @@ class Shape:
     stages: int
     min_blocks: int = 1
     sums: bool = False
+    resident: int = 0
 
     @property
     def rows(self) -> int:
@@ -59,21 +61,26 @@ def token_tiles(m: int) -> int:
     return min(8, 1 << max(0, (m - 1).bit_length() - 3))
 
 
-WAVE = 264
-"""Blocks that a GPU runs at once, two a multiprocessor: what a small matrix is divided into by clusters."""
-BLOCKS = {1: (2, 2, 4, 3), 2: (2, 4, 2, 3), 4: (2, 4, 2, 2), 8: (1, 8, 1, 2)}
-"""By token tiles: row tiles, warps side by side, warps over K, stages. More tokens read x more often, which more outputs a
-block make up for."""
+SMALL_TILES = 2
+"""Tiles of eight tokens up to which zero points are subtracted from products."""
+PROCESSORS = 132
+"""Multiprocessors of the GPU that shapes were measured on; others take the same."""
 
 
 def choose_shape(tiles: int, rows: int, inputs: int, *, clusters: bool) -> Shape:
-    """The block for `tiles` tiles of eight tokens times a matrix [rows, inputs]."""
-    row_tiles, warps_n, warps_k, stages = BLOCKS[tiles]
-    strips, blocks = -(-rows // (16 * row_tiles * warps_n)), -(-inputs // 128)
-    cluster = 1
-    while clusters and cluster < 8 and strips * cluster < WAVE and 2 * cluster * warps_k <= blocks:
+    """The block for `tiles` tiles of eight tokens times a matrix [rows, inputs]: as many outputs a warp as leave every
+    multiprocessor enough to read, K divided among the warps of a block and, where blocks are few, among blocks."""
+    strips, blocks = -(-rows // 32), -(-inputs // 128)
+    if tiles > 4:
+        return Shape(1, 4, 2, 1, 2)
+    if strips >= 4 * PROCESSORS:
+        return Shape(2, 1, 4, 1, 2, 4 if tiles <= SMALL_TILES else 3, tiles <= SMALL_TILES)
+    deep = clusters and strips * 8 > 7 * PROCESSORS - 8 and blocks >= 64
+    wide = strips > PROCESSORS or deep
+    cluster, count = 2 if deep else 1, strips if wide else -(-rows // 16)
+    while clusters and cluster < 8 and count * cluster < PROCESSORS // 2 and 16 * cluster <= blocks:
         cluster *= 2
-    return Shape(row_tiles, warps_n, warps_k, cluster, stages)
+    return Shape(2 if wide else 1, 1, 8, cluster, 2, 1, tiles <= SMALL_TILES)
 
 
 @cache
@@ -103,5 +110,11 @@ def launch(
     pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0, x.data_ptr(),
                 bias.data_ptr() if bias is not None else 0, out.data_ptr())  # fmt: skip
     tokens = -(-m // (8 * tiles))
-    call(-(-n // shape.rows), tokens, pointers, (m, n, k, x.stride(0), group_step))
+    strips = -(-n // shape.rows)
+    call(
+        min(strips, shape.resident * PROCESSORS) if shape.resident else strips,
+        tokens,
+        pointers,
+        (m, n, k, x.stride(0), group_step),
+    )
     return out
