@@ -147,14 +147,8 @@ class AsyncLLM:
         the request. `request_id` is only echoed: two live requests may share one. `model` is a name
         given to add_model, or an alias; None is the default model.
         """
-        options: dict[str, Any] = {
-            "priority": priority,
-            "tenant": tenant,
-            "domain": domain,
-            "deadline": deadline,
-            "weight": weight,
-            "delta": delta,
-        }
+        options: dict[str, Any] = {"priority": priority, "tenant": tenant, "domain": domain, "deadline": deadline}
+        options |= {"weight": weight, "delta": delta}
         if self._table is None:
             if model not in (None, self.config.model):
                 raise ConfigError(f"model {model!r}: there is only {self.config.model!r}; add_model adds another")
