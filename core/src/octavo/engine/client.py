@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import Context
 from typing import Any
 
@@ -25,12 +25,21 @@ from octavo.engine import messages
 from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import LIMIT, relay
 from octavo.errors import ConfigError, EngineDead
-from octavo.request import Request
+from octavo.request import Events, Request
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 64
+"""Events that are delivered in one turn of the loop."""
+
 STOP_SECONDS = 3.0
 """How long a child gets to leave by itself after CLOSE."""
+
+
+def _parts(step: Events) -> Iterator[Events]:
+    """The events of a step in order, AT_ONCE at a time, each part with the engine's state."""
+    for first in range(0, max(len(step.events), 1), AT_ONCE):
+        yield Events(step.events[first : first + AT_ONCE], step.stats)
 
 
 class EngineProcess:
@@ -108,9 +117,12 @@ class EngineProcess:
         """Deliver messages in order. If a listener raises, nobody would hear of the engine again: that is a death."""
         try:
             while True:
-                self._deliver(*unpack(await self._socket.recv_multipart()))
-                # A message that is there already comes without a turn of the loop: a fast engine would hold it up.
-                await asyncio.sleep(0)
+                kind, body = unpack(await self._socket.recv_multipart())
+                for part in _parts(body) if kind == messages.EVENTS else (body,):
+                    self._deliver(kind, part)
+                    # A message that is there already comes without a turn of the loop, and every sequence's news wakes
+                    # a task: a fast engine with many sequences would hold everybody else up.
+                    await asyncio.sleep(0)
         except Exception as error:
             log.exception("a message of the engine could not be taken in")
             reason = f"its messages can no longer be taken in: {type(error).__name__}: {error}"

@@ -45,6 +45,7 @@ from octavo.server.tenants import Tenants
 log = logging.getLogger("octavo.server")
 
 _BACKLOG = 2048
+_GC = (10_000, 10, 50)  # a look through everything that a thousand streams hold takes too long to happen often
 _ACCEPTED_AT_ONCE = 16
 _MAX_FILES = 1 << 17
 _FLUSH_SECONDS = 1.0  # for the last events of streams that the drain has ended
@@ -130,6 +131,7 @@ class _Process:
                 if not self._stop.is_set():
                     gc.collect()
                     gc.freeze()  # what was imported is garbage for nobody: the collector need not look at it again
+                    gc.set_threshold(*_GC)
                     log.info("ready: %s at %s", ", ".join(state.names), address(config, sock))
                     await self._serve(state, serving)
             finally:
