@@ -27,5 +27,5 @@ def run(args: argparse.Namespace) -> int:
     from octavo.cli.console import Stages
     from octavo.server.serve import serve
 
-    with Stages() as stages:
+    with Stages(quiet=server.log_format == "json") as stages:  # what reads JSON lines reads nothing else
         return serve(engine, server, on_progress=stages.update)
