@@ -16,6 +16,7 @@ from octavo.request import FROM_HOST, TO_HOST
 from tests.engine.harness import make_engine, request, run
 from tests.engine.test_pressure import LATE, build, expected, host_memory
 
+OUTPUT = 24
 SMALL = {"block_size": 4, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 16, "max_num_seqs": 4}
 
 
@@ -26,7 +27,7 @@ def swapping(path: Path, slots: int, *, late: Any = 0, **options: Any) -> Engine
 
 
 def four() -> list[dict[str, Any]]:
-    return [{"prompt": list(range(40 + i, 60 + i)), "max_tokens": 40, "ignore_eos": True} for i in range(4)]
+    return [{"prompt": list(range(40 + i, 60 + i)), "max_tokens": OUTPUT, "ignore_eos": True} for i in range(4)]
 
 
 def watch_copies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
@@ -73,7 +74,7 @@ def test_nothing_is_computed_twice_when_every_victim_finds_room(tiny1: Path) -> 
     engine._executor.submit = counted  # type: ignore[method-assign]
     run(engine, [build(engine, str(i), spec) for i, spec in enumerate(four())])
     assert engine.stats().swapped_in == engine.stats().swapped_out > 0
-    assert computed == 4 * (20 + 40 - 1), "each position once; the last token's K/V is never needed"
+    assert computed == 4 * (20 + OUTPUT - 1), "each position once; the last token's K/V is never needed"
 
 
 @pytest.mark.parametrize("late", LATE)
@@ -107,7 +108,7 @@ def test_an_aborted_sequence_gives_its_host_memory_back(tiny1: Path) -> None:
 @pytest.mark.parametrize("late", LATE)
 def test_a_failed_step_leaves_nothing_wrong_in_host_memory(tiny1: Path, late: int, where: str) -> None:
     """What the step did not write may have been copied out already: nobody continues from it."""
-    engine = swapping(tiny1, 60, late={"depth": late, where: (30,)})
+    engine = swapping(tiny1, 60, late={"depth": late, where: (20,)})
     outcomes = run(engine, [build(engine, str(i), spec) for i, spec in enumerate(four())])
     assert any(o.finish == "error" for o in outcomes.values())
     for i, spec in enumerate(four()):
