@@ -102,7 +102,10 @@ def test_embedding_widens_rows_and_marks_unknown_ids(ops: dict[str, Any]) -> Non
     assert ops["embedding"](torch.tensor([1000, 3, -1]), weight).isnan().any(1).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 1024), (1, 1000, 3072), (4, 513, 4096), (2, 64, 100)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 4096, 1024), (1, 1000, 3072), (4, 513, 4096), (2, 64, 100), (5, 1000, 2048), (17, 4096, 4096), (32, 700, 14336)],
+)
 def test_a_linear_of_few_rows(ops: dict[str, Any], m: int, n: int, k: int) -> None:
     x, weight = torch.randn(m, k).to(BF16), (torch.randn(n, k) / math.sqrt(k)).to(BF16)
     torch.cuda.synchronize()
@@ -123,7 +126,7 @@ def test_an_address_off_the_alignment_finds_a_kernel_of_its_own(ops: dict[str, A
 def test_what_a_small_linear_claims_to_win_it_takes(ops: dict[str, Any]) -> None:
     """Also the widest: all of `wins` must be within what the kernel accepts."""
     small = ops["small_linear"]
-    for m in range(6):
+    for m in (*range(6), 17, 32, 33):
         for n, k in ((1024, 1024), (4096, 14336), (600, 16384), (600, 16385)):
             if small.wins(m, n, k):
                 assert small(torch.ones(m, k, dtype=BF16), torch.ones(n, k, dtype=BF16), FP32).eq(k).all()

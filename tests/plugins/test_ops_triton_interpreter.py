@@ -90,9 +90,9 @@ def embedding():
     assert ops["embedding"](torch.tensor([7, -1, 2]), weight).isnan().all(1).tolist() == [True, True, False]
 
 def linear():
-    for m, n, k in ((1, 40, 64), (3, 17, 100)):
+    for m, n, k in ((1, 40, 64), (3, 17, 100), (5, 40, 1100), (17, 33, 700), (32, 16, 512), (9, 2100, 300)):
         x, weight = torch.randn(m, k), torch.randn(n, k)
-        torch.testing.assert_close(ops["small_linear"](x, weight), x @ weight.T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ops["small_linear"](x, weight), x @ weight.T, rtol=1e-5, atol=1e-4)
 
 def philox(seed, position, token):
     """Philox4x32-7 as the module describes it, in Python's integers."""

@@ -91,3 +91,14 @@ class TestErrors:
     ) -> None:
         assert self.run(monkeypatch, KeyboardInterrupt()) == 130
         assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("words", [["demo", "--json", "--"], ["--json", "demo", "--"], ["--json", "--"]])
+def test_what_follows_two_dashes_is_handed_on(words: list[str]) -> None:
+    argv = ["bench", "startup", *words, "--load-format", "dummy"]
+    args = cli.build_parser(argv).parse_args(argv)
+    assert (args.model, args.json, args.flags) == ("demo", True, ["--load-format", "dummy"])
+
+
+def test_nothing_to_hand_on() -> None:
+    assert cli.build_parser(["bench", "startup", "demo"]).parse_args(["bench", "startup", "demo"]).flags == []

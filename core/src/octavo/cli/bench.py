@@ -168,7 +168,7 @@ def _startup(kinds: Any) -> None:
         description="Start `octavo serve MODEL` on a free port, ask it one question, end it.",
     )
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="Handed to octavo serve.")
+    parser.rest = "flags"
     parser.add_argument("--repeats", type=_count, default=1, metavar="N", help="Starts; medians are reported. [default: 1]")
     _json_flag(parser)
     parser.set_defaults(func=_run_startup)

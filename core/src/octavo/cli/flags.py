@@ -181,7 +181,10 @@ def _all() -> list[Option]:
 
 class Parser(argparse.ArgumentParser):
     """argparse with vLLM's habits and ours: `_` in a flag reads as `-`, no abbreviations, and an
-    unknown flag is answered with the closest known one. Subcommands are of this class too."""
+    unknown flag is answered with the closest known one. Subcommands are of this class too. `rest`: the attribute
+    that gets what follows a `--`, for commands that hand it on (argparse gives it to whoever comes first)."""
+
+    rest: str | None = None
 
     def __init__(self, *args: Any, **kw: Any) -> None:
         kw.setdefault("allow_abbrev", False)
@@ -196,7 +199,13 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         given = [_dashes(a) for a in args] if args is not None else None
+        after: list[str] = []
+        if self.rest is not None and given is not None and "--" in given:
+            at = given.index("--")
+            given, after = given[:at], given[at + 1 :]
         space, extra = super().parse_known_args(given, namespace)
+        if self.rest is not None:
+            setattr(space, self.rest, after)
         if extra:
             self.error("\n".join(self._unknown(extra)))
         return space, extra

@@ -15,9 +15,12 @@ from octavo.interfaces import Gate, Routing
 from torch import Tensor
 
 from octavo_ops_triton.kernels.experts import (
+    BY_BLOCK,
     BY_EXPERT,
     BY_PAIR,
+    BY_ROW,
     SORTED,
+    UNSCALED,
     combine_kernel,
     count_kernel,
     down_kernel,
@@ -55,6 +58,11 @@ def tiles(pairs: int, experts: int, inner: int, bits: int) -> tuple[Tile, Tile]:
     if each <= 96:
         return Tile(64, 64, 64, 4, 4, 4), Tile(64, 128, 64, 4, 4, 4)
     return Tile(128, 128, 64, 8, 3, 4), Tile(128, 128, 64, 8, 4, 8)
+
+
+def blocks(rows: int, columns: int) -> tuple[int, int]:
+    """Blocks of 128 x 128 that cover a matrix."""
+    return triton.cdiv(rows, 128), triton.cdiv(columns, 128)
 
 
 def route(
@@ -96,9 +104,14 @@ class GroupedExperts:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         base: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """`octavo.model.operators.experts`; weights and biases contiguous. Up to 512 pairs (token, expert) the parts of a sum stay
-        float32; past that each is rounded to x's dtype, which halves the memory that a prompt takes."""
+        float32; past that each is rounded to x's dtype, which halves the memory that a prompt takes.
+
+        As the operator `experts_fp8`, gate_up and down are e4m3 and `scales` multiply them, float32 and contiguous: one a
+        row, [E, 2 I] and [E, H], or one a block of 128 x 128, [E, 2, ceil(I / 128), ceil(H / 128)] and
+        [E, ceil(H / 128), ceil(I / 128)]. x stays as it is; a weight is widened on its way into the product."""
         (tokens, hidden), top = x.shape, ids.shape[1]
         count, inner = gate_up.shape[0], gate_up.shape[1] // 2
         pairs = tokens * top
@@ -107,7 +120,13 @@ class GroupedExperts:
                 f"experts: x {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}, "
                 f"weights {list(weights.shape)} and ids {list(ids.shape)} do not fit"
             )
-        first, second = tiles(pairs, count, inner, gate_up.element_size() * 8)
+        kind = UNSCALED if scales is None else BY_ROW if scales[0].ndim == 2 else BY_BLOCK
+        if kind == BY_BLOCK and (
+            scales[0].shape != (count, 2, *blocks(inner, hidden)) or scales[1].shape != (count, *blocks(hidden, inner))
+        ):
+            raise ValueError(f"experts_fp8: scales {[list(s.shape) for s in scales]} do not fit {list(gate_up.shape)}")
+        gate_up_scale, down_scale = (weights, weights) if scales is None else scales
+        first, second = tiles(pairs, count, inner, x.element_size() * 8)
         few = pairs <= FEW
         ids, weights = ids.contiguous(), weights.contiguous()
         order, counts = (ids, ids) if few else self._sort(ids.view(-1), count)
@@ -127,15 +146,15 @@ class GroupedExperts:
 
         self._launch(
             gate_up_kernel, grid(first, inner),
-            (x, ids, order, counts, gate_up, gate_up if gate_up_bias is None else gate_up_bias, middle), (pairs,),
+            (x, ids, order, counts, gate_up, gate_up_scale, x if gate_up_bias is None else gate_up_bias, middle), (pairs,),
             (mode, count, top, hidden, inner, rows(x, "experts"), float(gate.alpha), float(limit), float(gate.offset),
-             gate_up_bias is not None, precision, *shape(first)),
+             kind, gate_up_bias is not None, precision, *shape(first)),
             warps=first.warps, stages=first.stages,
         )  # fmt: skip
         self._launch(
             down_kernel, grid(second, hidden),
-            (middle, ids, order, counts, down, down if down_bias is None else down_bias, weights, part), (pairs,),
-            (mode, count, hidden, inner, down_bias is not None, precision, *shape(second)),
+            (middle, ids, order, counts, down, down_scale, middle if down_bias is None else down_bias, weights, part), (pairs,),
+            (mode, count, hidden, inner, kind, down_bias is not None, precision, *shape(second)),
             warps=second.warps, stages=second.stages,
         )  # fmt: skip
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

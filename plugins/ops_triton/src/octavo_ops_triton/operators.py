@@ -35,9 +35,11 @@ class TritonOperators:
             "rope_angles": angles.rope_angles,
             "decode_inputs": inputs.decode_inputs,
         }
+        grouped = GroupedExperts(launcher)
         self.ops: Mapping[tuple[str, str], Callable[..., Any]] = {
             ("small_linear", "plain"): linear.SmallLinear(launcher),
             ("route", "plain"): partial(route, launcher),
-            ("experts", "plain"): GroupedExperts(launcher),
+            ("experts", "plain"): grouped,
+            ("experts_fp8", "plain"): grouped,
             **{(name, "plain"): partial(function, launcher) for name, function in functions.items()},
         }

@@ -12,11 +12,14 @@ import triton.language as tl
 
 from octavo_ops_triton.launch import begin
 
+UNSCALED, BY_BLOCK, BY_ROW = 0, 1, 2
+"""How weights are scaled: as they are; one float32 a block of 128 x 128; one a row."""
 BY_PAIR, BY_EXPERT, SORTED = 0, 1, 2
 """What a program's second index is: a pair, which works for all pairs of its expert if it is the first of them; an expert; a tile
 of sorted pairs."""
 
 
+SCALE_BLOCK = tl.constexpr(128)
 CHUNK = tl.constexpr(128)
 """Ids that a program looks at together."""
 
@@ -78,19 +81,23 @@ def _place(N: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P"])
 def gate_up_kernel(
-    x_ptr, ids_ptr, order_ptr, counts_ptr, weight_ptr, bias_ptr, inner_ptr, P,
+    x_ptr, ids_ptr, order_ptr, counts_ptr, weight_ptr, scale_ptr, bias_ptr, inner_ptr, P,
     MODE: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     E_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [P, INNER]: BLOCK_N columns of the gated halves, of the rows of one expert."""
+    """inner [P, INNER]: BLOCK_N columns of the gated halves, of the rows of one expert. Block scales lie as
+    [E, 2, ceil(INNER / 128), ceil(H / 128)], row scales as [E, 2 INNER]."""
     tile, index = _place(INNER, BLOCK_N, GROUP)
     begin(PDL)
     expert, first, last, start = _work(ids_ptr, counts_ptr, index, P, MODE, E, E_BLOCK, BLOCK_M)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     matrix = weight_ptr + expert.to(tl.int64) * (2 * INNER * H)
+    SCALE_COLUMNS: tl.constexpr = (H + SCALE_BLOCK - 1) // SCALE_BLOCK
+    HALF: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK * SCALE_COLUMNS
+    scales = scale_ptr + expert * (2 * HALF) + tile * BLOCK_N // SCALE_BLOCK * SCALE_COLUMNS
     for slot in range(first, last, BLOCK_M):
         pair = _pairs(ids_ptr, order_ptr, expert, slot, last, start, P, MODE, BLOCK_M)
         x_row = x_ptr + (pair // TOP).to(tl.int64)[:, None] * X_STRIDE + k[None, :]
@@ -103,8 +110,16 @@ def gate_up_kernel(
             x = tl.load(x_row + at, mask=(pair >= 0)[:, None] & (k < H - at)[None, :], other=0.0)
             g = tl.load(gate_row + at, mask=inside, other=0.0, eviction_policy="evict_first")
             u = tl.load(up_row + at, mask=inside, other=0.0, eviction_policy="evict_first")
-            gate = tl.dot(x, tl.trans(g), gate, input_precision=PRECISION)
-            up = tl.dot(x, tl.trans(u), up, input_precision=PRECISION)
+            if SCALES == 1:
+                gate += tl.dot(x, tl.trans(g.to(x.dtype)), input_precision=PRECISION) * tl.load(scales + at // SCALE_BLOCK)
+                up += tl.dot(x, tl.trans(u.to(x.dtype)), input_precision=PRECISION) * tl.load(scales + HALF + at // SCALE_BLOCK)
+            else:
+                gate = tl.dot(x, tl.trans(g.to(x.dtype)), gate, input_precision=PRECISION)
+                up = tl.dot(x, tl.trans(u.to(x.dtype)), up, input_precision=PRECISION)
+        if SCALES == 2:
+            rows = scale_ptr + expert * (2 * INNER) + n
+            gate *= tl.load(rows, mask=n < INNER, other=0.0)[None, :]
+            up *= tl.load(rows + INNER, mask=n < INNER, other=0.0)[None, :]
         if BIAS:
             bias = bias_ptr + expert * (2 * INNER)
             gate += tl.load(bias + n, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
@@ -119,18 +134,23 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["P"])
 def down_kernel(
-    inner_ptr, ids_ptr, order_ptr, counts_ptr, weight_ptr, bias_ptr, share_ptr, out_ptr, P,
-    MODE: tl.constexpr, E: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    inner_ptr, ids_ptr, order_ptr, counts_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, out_ptr, P,
+    MODE: tl.constexpr, E: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr,
+    SCALES: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     E_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [P, H]: BLOCK_N columns of what one expert gives, times its shares."""
+    """out [P, H]: BLOCK_N columns of what one expert gives, times its shares. Block scales lie as
+    [E, ceil(H / 128), ceil(INNER / 128)], row scales as [E, H]."""
     tile, index = _place(H, BLOCK_N, GROUP)
     begin(PDL)
     expert, first, last, start = _work(ids_ptr, counts_ptr, index, P, MODE, E, E_BLOCK, BLOCK_M)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     weight_row = weight_ptr + expert.to(tl.int64) * (H * INNER) + n[:, None] * INNER + k[None, :]
+    SCALE_COLUMNS: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
+    SCALE_ROWS: tl.constexpr = (H + SCALE_BLOCK - 1) // SCALE_BLOCK
+    scales = scale_ptr + (expert * SCALE_ROWS + tile * BLOCK_N // SCALE_BLOCK) * SCALE_COLUMNS
     for slot in range(first, last, BLOCK_M):
         pair = _pairs(ids_ptr, order_ptr, expert, slot, last, start, P, MODE, BLOCK_M)
         row = inner_ptr + pair.to(tl.int64)[:, None] * INNER + k[None, :]
@@ -139,7 +159,12 @@ def down_kernel(
             x = tl.load(row + at, mask=(pair >= 0)[:, None] & (k < INNER - at)[None, :], other=0.0)
             inside = (n < H)[:, None] & (k < INNER - at)[None, :]
             w = tl.load(weight_row + at, mask=inside, other=0.0, eviction_policy="evict_first")
-            y = tl.dot(x, tl.trans(w), y, input_precision=PRECISION)
+            if SCALES == 1:
+                y += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=PRECISION) * tl.load(scales + at // SCALE_BLOCK)
+            else:
+                y = tl.dot(x, tl.trans(w.to(x.dtype)), y, input_precision=PRECISION)
+        if SCALES == 2:
+            y *= tl.load(scale_ptr + expert * H + n, mask=n < H, other=0.0)[None, :]
         if BIAS:
             y += tl.load(bias_ptr + expert * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
         y *= tl.load(share_ptr + pair, mask=pair >= 0, other=0.0)[:, None]

@@ -1,4 +1,4 @@
-"""A Linear of one to four rows: read the weight once, at the speed of memory.
+"""A Linear of few rows: read the weight once, at the speed of memory. One to four rows here, five to 32 in skinny.py.
 
 A program holds BLOCK_N whole rows of the weight in registers: all its loads are in flight at once and there is
 no loop to start up. They are issued before the wait for the preceding kernel (weights are written by no step),
@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo_ops_triton.kernels import skinny
 from octavo_ops_triton.launch import Launcher, begin, rows
 
 MAX_ROWS = 4
+MOST_OUTPUTS = 4096
+"""Of five to 32 rows: cuBLAS fills the device by itself where there are more."""
 MAX_K = 16384
 HELD = 8192
 """Weight values that a program of four warps holds, 64 a thread."""
@@ -44,6 +47,8 @@ def wins(m: int, n: int, k: int) -> bool:
     the registers. Three rows were not measured and are judged as four."""
     if m == 1:
         return k <= MAX_K
+    if m > MAX_ROWS:
+        return m <= skinny.MAX_ROWS and n <= MOST_OUTPUTS and k >= 2048
     if m == 2:
         return k <= HELD and (n <= 4096 or k >= 4096)
     return 0 < m <= MAX_ROWS and n <= 2048 and k <= HELD
@@ -61,16 +66,22 @@ class SmallLinear:
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
+        self._arrived: Tensor | None = None  # of skinny.py: zero before and after every launch
 
     def __call__(self, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] times weight [N, K] transposed: a new tensor [M, N] of `dtype` (default x's), summed in float32.
 
-        M is 1 to 4 and K at most 16384: `wins` says where it pays. weight must have been written before the
-        preceding kernel was launched."""
+        M is 1 to 4 and K at most 16384, or M is 5 to 32 and N at most 4096: `wins` says where it pays. weight must have
+        been written before the preceding kernel was launched."""
         (m, k), n = x.shape, weight.shape[0]
+        if MAX_ROWS < m <= skinny.MAX_ROWS and n <= MOST_OUTPUTS and weight.shape[1] == k:
+            if self._arrived is None:
+                self._arrived = torch.zeros(MOST_OUTPUTS, dtype=torch.int32, device=x.device)
+            return skinny.skinny(self._launch, x, weight, dtype or x.dtype, self._arrived, skinny.tile(n, k))
         if not (0 < m <= MAX_ROWS and k <= MAX_K and weight.shape[1] == k):
             raise ValueError(
-                f"small_linear: x {list(x.shape)}, weight {list(weight.shape)}: 1 to {MAX_ROWS} rows of up to {MAX_K} are taken"
+                f"small_linear: x {list(x.shape)}, weight {list(weight.shape)}: 1 to {MAX_ROWS} rows of up to {MAX_K} are taken, "
+                f"and up to {skinny.MAX_ROWS} rows for up to {MOST_OUTPUTS} outputs"
             )
         out = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device)
         block_k = triton.next_power_of_2(k)
