@@ -126,7 +126,7 @@ class _Process:
             serving, watching = asyncio.create_task(http.serve(sockets=[sock])), asyncio.create_task(state.watch.run())
             serving.add_done_callback(lambda _: self._stop.set())
             try:
-                log.info("Octavo %s listens on %s; %s is loading", octavo.__version__, address(config, sock), ", ".join(names))
+                log.info("Octavo %s listens on %s; loading %s", octavo.__version__, address(config, sock), ", ".join(names))
                 await self._until(self._stop, self._load(table))
                 if not self._stop.is_set():
                     gc.collect()
