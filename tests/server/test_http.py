@@ -216,6 +216,19 @@ def test_samples_of_a_seeded_request_are_its_solo_runs_with_seed_plus_index(clie
     assert together == alone and len(set(together)) > 1
 
 
+def test_samples_that_end_at_different_times_keep_their_own_index(client: httpx.Client) -> None:
+    """Random text meets the stop soon in one sample and late, or never, in another."""
+    body = {**CHAT, "temperature": 1, "seed": 3, "n": 4, "max_tokens": 60, "stop": ["a", "1"]}
+    whole = ask(client, "/v1/chat/completions", body)["choices"]
+    chunks = [c["choices"][0] for c in stream(client, "/v1/chat/completions", body)[:-1]]
+    ends = [(i, c["index"]) for i, c in enumerate(chunks) if c["finish_reason"]]
+    assert sorted(index for _, index in ends) == [0, 1, 2, 3] and len({c["message"]["content"] for c in whole}) > 1
+    for at, index in ends:
+        assert not [c for c in chunks[at + 1 :] if c["index"] == index], "nothing follows a sample's end"
+        text = "".join(c["delta"].get("content") or "" for c in chunks if c["index"] == index)
+        assert (text, chunks[at]["finish_reason"]) == (whole[index]["message"]["content"], whole[index]["finish_reason"])
+
+
 def test_unseeded_samples_differ(client: httpx.Client) -> None:
     texts = [c["text"] for c in ask(client, "/v1/completions", {**TEXT, "temperature": 1, "n": 4})["choices"]]
     assert len(set(texts)) > 1

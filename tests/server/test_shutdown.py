@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import re
-import shutil
 import signal
-import ssl
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,25 +193,3 @@ def test_a_killed_server_leaves_no_engine_and_its_unix_socket_can_be_taken_over(
     second.signal()
     second.process.wait(10)
     assert not path.exists()
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates of this test")
-def test_tls_and_client_certificates(start: Start, tmp_path: Path) -> None:
-    def certificate(name: str) -> tuple[str, str]:
-        key, cert = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
-        make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
-        make += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-        subprocess.run(make, check=True, capture_output=True)
-        return str(cert), str(key)
-
-    cert, key = certificate("server")
-    mine, my_key = certificate("client")
-    server = start("--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", mine)
-    url = until(lambda: re.search(r"listens on (https://\S+);", server.text), 30, "the server listens")[1]
-    trust = ssl.create_default_context(cafile=cert)
-    with pytest.raises(httpx.TransportError):
-        httpx.get(url + "/health", verify=trust)
-    trust.load_cert_chain(mine, my_key)
-    assert httpx.get(url + "/health", verify=trust).status_code in (200, 503)
-    wrong = start("--ssl-certfile", str(tmp_path / "none.pem"))
-    assert wrong.process.wait(30) > 0 and "--ssl-certfile" in wrong.text and "Traceback" not in wrong.text
