@@ -196,7 +196,7 @@ def test_an_engine_serves_fp8_as_bfloat16_would(options: dict[str, Any], tmp_pat
     found = []
     for more in ({}, {"quantization": "fp8", **options}):
         config = EngineConfig(
-            model=str(folder), max_model_len=128, gpu_memory_utilization=0.2, plugins=plugins if more else {}, **more
+            model=str(folder), max_model_len=128, num_gpu_blocks_override=64, plugins=plugins if more else {}, **more
         )
         extra = ["octavo_quant_fp8", "octavo_ops_triton", "octavo_attention_triton"]
         engine = build_engine(config, discover(config.plugins, extra_modules=extra))

@@ -21,6 +21,7 @@ if find_spec("triton") is None:
 
 SCRIPT = """
 import json, traceback
+from functools import partial
 import torch
 import triton.runtime.interpreter as interpreter
 patch = interpreter._patch_lang_tensor
@@ -109,7 +110,7 @@ def gathered(scheme, rows, k, bias):
     table.fill(tensors, lambda name: False)
     return made
 
-def products_of(kind, scheme, tile, cases):
+def products_of(kind, scheme, cases):
     for rows, k, m, bias in cases:
         made = gathered(scheme, rows, k, bias)
         want = ReferenceProduct(made, torch.float32)
@@ -118,11 +119,10 @@ def products_of(kind, scheme, tile, cases):
         torch.testing.assert_close(mine(x), want(x), rtol=2e-3, atol=2e-3 * k ** 0.5)
 
 def row_products():
-    for activation in ("token", "none"):
-        for split in (1, 2):
-            products.product_tile = lambda m, n, k, *, plain: tiles.Tile(16, 32, 64, split, 4, 2)
-            products_of(products.RowProduct, Scheme("channel", activation), None,
-                        (({"a": 64}, 128, 2, False), ({"a": 40, "b": 9}, 100, 17, True), ({"a": 33}, 300, 3, True)))
+    for split in (1, 2):
+        products.product_tile = lambda m, n, k: tiles.Tile(16, 32, 64, split, 4, 2)
+        products_of(products.RowProduct, Scheme("channel", "token"),
+                    (({"a": 64}, 128, 2, False), ({"a": 40, "b": 9}, 100, 17, True), ({"a": 33}, 300, 3, True)))
     assert not products.scratch(torch.device("cpu")).counts.any(), "counters must be zero between launches"
 
 def one_row():
@@ -130,26 +130,37 @@ def one_row():
         products.row_tile = lambda k: tiles.RowTile(8, 512 if held else 128, held, 4)
         for rows, k, bias in (({"a": 40, "b": 9}, 256, True), ({"a": 33}, 300, False)):
             made = gathered(Scheme("channel", "token"), rows, k, bias)
-            want = ReferenceProduct(made, torch.float32)
-            mine = products.RowProduct(made, launch, torch.float32)
+            mine, want = products.RowProduct(made, launch, torch.float32), ReferenceProduct(made, torch.float32)
             x = torch.randn(1, k)
             quantised = Activation(*numerics.quantise_rows(x))
             torch.testing.assert_close(mine(quantised), want(quantised), rtol=2e-3, atol=1e-3)
-            plain = ReferenceProduct(gathered_as(made, Scheme("channel", "none")), torch.float32)
-            torch.testing.assert_close(mine(x), plain(x), rtol=2e-3, atol=1e-3)
+            made.scheme = Scheme("channel", "none")  # a plain row is not quantised
+            torch.testing.assert_close(mine(x), ReferenceProduct(made, torch.float32)(x), rtol=2e-3, atol=1e-3)
 
-def gathered_as(made, scheme):
-    made.scheme = scheme
-    return made
+def weights_only():
+    products.mixed_tile = lambda m, *, blocks: tiles.Tile(16, 32, 128 if blocks else 64, 1, 4, 2)
+    cases = (({"a": 64}, 128, 2, False), ({"a": 40, "b": 9}, 140, 17, True), ({"a": 33}, 300, 1, True))
+    for weight in ("channel", "block"):
+        scheme = Scheme(weight, "none", scale_name="weight_scale_inv" if weight == "block" else "weight_scale")
+        for bytewise in (False, True):
+            products_of(partial(products.MixedProduct, bytewise=bytewise), scheme, cases)
+
+def widening():
+    # every byte but the two that are not numbers, through a product with the unit matrix
+    bytes = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F] + [0, 0], dtype=torch.uint8).view(2, 128)
+    for dtype in (torch.float16, torch.float32):
+        made = gathered(Scheme("channel", "none"), {"a": 2}, 128, False)
+        made._data, made._scale = bytes.view(torch.float8_e4m3fn), torch.ones(2)
+        got = products.MixedProduct(made, launch, torch.float32, bytewise=True)(torch.eye(128, dtype=dtype)[:17])
+        assert torch.equal(got.T, bytes.view(torch.float8_e4m3fn).float()[:, :17])
 
 def block_products():
-    for activation in ("block", "none"):
-        products.block_tile = lambda m, n: tiles.Tile(16, 64, 128, 1, 4, 2)
-        products_of(products.BlockProduct, Scheme("block", activation, scale_name="weight_scale_inv"), None,
-                    (({"a": 128}, 256, 2, False), ({"a": 100, "b": 60}, 140, 20, True)))
+    products.block_tile = lambda m, n: tiles.Tile(16, 64, 128, 1, 4, 2)
+    products_of(products.BlockProduct, Scheme("block", "block", scale_name="weight_scale_inv"),
+                (({"a": 128}, 256, 2, False), ({"a": 100, "b": 60}, 140, 20, True)))
 
 found = {}
-for check in (norms, gates, inputs, row_products, one_row, block_products):
+for check in (norms, gates, inputs, row_products, one_row, weights_only, widening, block_products):
     try:
         check()
         found[check.__name__] = ""
@@ -158,7 +169,7 @@ for check in (norms, gates, inputs, row_products, one_row, block_products):
 print(json.dumps(found))
 """
 
-CHECKS = ("norms", "gates", "inputs", "row_products", "one_row", "block_products")
+CHECKS = ("norms", "gates", "inputs", "row_products", "one_row", "weights_only", "widening", "block_products")
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ class Fp8Linear:
         if weights is None or weights.missing:
             names = "it was finished before" if weights is None else ", ".join(sorted(weights.missing))
             raise RuntimeError(f"a Linear is used before it is filled; missing: {names}")
+        weights.check()
         self._product = self._make(weights)
 
     def __call__(self, x: Tensor | Activation) -> Tensor:

@@ -17,14 +17,19 @@ class Tile:
     stages: int
 
 
-def product_tile(m: int, n: int, k: int, *, plain: bool) -> Tile:
-    """For weights with a scale a row. plain: x is not FP8, and the weight is converted in registers."""
+def product_tile(m: int, n: int, k: int) -> Tile:
+    """For weights with a scale a row and quantised inputs."""
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    if plain:
-        return Tile(rows, 64, 128, 1, 4, 4)
     if n >= 16384:
-        return Tile(rows, 64, 256 if rows < 64 else 128, 1, 4, 4 if rows < 64 else 6)
-    return Tile(rows, 64, 512 if rows < 64 else 256, 1, 4, 3 if rows < 64 else 4)
+        return Tile(rows, 64, 256, 1, 4, 4) if rows < 64 else Tile(rows, 64, 128, 1, 4, 6)
+    if k >= 8192:  # few tiles, each of them long
+        return Tile(rows, 64, 512, 2, 4, 3)
+    return Tile(rows, 64, 512, 1, 4, 3) if rows < 64 else Tile(rows, 64, 256, 1, 4, 4)
+
+
+def mixed_tile(m: int, *, blocks: bool) -> Tile:
+    """For inputs in 16 bits. blocks: a scale a 128 x 128 block, whose k is 128."""
+    return Tile(16, 32, 128 if blocks else 256, 1, 4, 4)
 
 
 def block_tile(m: int, n: int) -> Tile:

@@ -82,6 +82,12 @@ class GatheredWeights:
             block += grid(rows)
         return torch.cat(found)
 
+    def check(self) -> None:
+        """LoadError if a weight is not a number: e4m3 has two bytes for that, and kernels that read bytes do not know them."""
+        wrong = int(((self.data.view(torch.uint8) & 0x7F) == 0x7F).sum())
+        if wrong:
+            raise LoadError(f"{' and '.join(self.names)}: {wrong} weights are NaN")
+
     # ------------------------------------------------------------ what is declared
 
     def _declare(self, name: str, start: int, rows: int, block: int) -> None:

@@ -1,10 +1,8 @@
-"""y = x W^T for FP8 weights and few rows: the weight is read once, at the speed of memory.
+"""y = x W^T, both FP8: for few rows the weight is read once, at the speed of memory.
 
 The weight is the left operand of the dot (64 of its rows fill a matrix unit) and the tokens, padded to BM, are its
 columns. Where N / BN programs do not fill the device, K is cut into SPLIT parts: each program leaves its sums in
 `part`, and the last one of a tile to arrive adds them in a fixed order and finishes. `count` is zero between launches.
-
-x is FP8 with a scale a row, or (PLAIN) 16 bits, into which the weight is converted in registers.
 """
 
 from __future__ import annotations
@@ -14,24 +12,14 @@ import triton.language as tl
 from octavo_ops_triton.launch import begin
 
 
-@triton.jit
-def ask_l2(pointers):
-    """A kilobyte from every pointer on, into the L2. Pointers are multiples of 16."""
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], 1024; mov.b32 $0, 0; }", "=r,l", [pointers.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["M"])
 def product_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, count_ptr,
     M,
-    N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of BM rows, over one part of K. Grid: (tiles of N * tiles of M, SPLIT). AHEAD: kilobytes of every row of
-    the weight that are asked for, into the L2, before x is waited for."""
+    """BN outputs of BM rows, over one part of K. Grid: (tiles of N * tiles of M, SPLIT)."""
     tiles: tl.constexpr = (N + BN - 1) // BN
     steps: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
     tile = tl.program_id(0)
@@ -40,10 +28,6 @@ def product_kernel(
     k = tl.program_id(1) * (steps * BK) + tl.arange(0, BK)
     weights = weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
     inputs = x_ptr + m[None, :] * X_STRIDE + k[:, None]
-    if AHEAD and PDL:
-        first = weight_ptr + n.to(tl.int64) * K + tl.program_id(1) * (steps * BK)
-        for kilobyte in tl.static_range(AHEAD):
-            ask_l2(first + kilobyte * 1024)
     begin(PDL)
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(steps):
@@ -54,12 +38,12 @@ def product_kernel(
         else:
             w = tl.load(weights + at, mask=(n < N)[:, None] & (k + at < K)[None, :], other=0.0, eviction_policy="evict_first")
             x = tl.load(inputs + at, mask=(m < M)[None, :] & (k + at < K)[:, None], other=0.0)
-        acc = tl.dot(w.to(x.dtype) if PLAIN else w, x, acc)
+        acc = tl.dot(w, x, acc)
     y = tl.trans(acc)
     mask = (m < M)[:, None] & (n < N)[None, :]
     at = m[:, None] * N + n[None, :]
     if SPLIT == 1:
-        _finish(y, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, m, n, at, mask, M, N, PLAIN, BIAS)
+        _finish(y, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, m, n, at, mask, M, N, BIAS)
     else:
         own = part_ptr + (tile * SPLIT) * (BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         tl.store(own + tl.program_id(1) * (BM * BN), y)
@@ -69,16 +53,15 @@ def product_kernel(
             y = tl.zeros((BM, BN), tl.float32)
             for s in tl.static_range(SPLIT):
                 y += tl.load(own + s * (BM * BN), cache_modifier=".cg")
-            _finish(y, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, m, n, at, mask, M, N, PLAIN, BIAS)
+            _finish(y, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, m, n, at, mask, M, N, BIAS)
 
 
 @triton.jit
 def _finish(
-    y, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, m, n, at, mask, M, N: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr
+    y, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, m, n, at, mask, M, N: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
     y = y * tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
-    if not PLAIN:
-        y = y * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+    y = y * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
     if BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -88,13 +71,13 @@ def _finish(
 def block_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, row_ptr, bias_ptr, out_ptr,
     M,
-    N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Weights with a scale for every 128 x 128 block: each 128 of K are scaled before they are added.
 
     scale [block rows, ceil(K / 128)]; row int32 [N] names the block row of an output, read unless they are ALIGNED:
-    n // 128. x_scale [M, ceil(K / 128)] unless PLAIN. Programs run through GROUP tiles of M for one of N before they go on,
+    n // 128. x_scale [M, ceil(K / 128)]. Programs run through GROUP tiles of M for one of N before they go on,
     so that the weight stays in the L2.
     """
     BK: tl.constexpr = 128
@@ -127,11 +110,8 @@ def block_kernel(
         scale = tl.load(scales + step)
         if not ALIGNED:
             scale = scale[:, None]
-        if PLAIN:
-            acc += tl.dot(w.to(x.dtype), x) * scale
-        else:
-            rows = tl.load(x_scale_ptr + m * columns + step, mask=m < M, other=0.0)
-            acc += tl.dot(w, x) * (scale * rows[None, :])
+        rows = tl.load(x_scale_ptr + m * columns + step, mask=m < M, other=0.0)
+        acc += tl.dot(w, x) * (scale * rows[None, :])
     y = tl.trans(acc)
     if BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]

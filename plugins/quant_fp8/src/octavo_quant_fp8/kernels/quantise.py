@@ -22,18 +22,30 @@ def saturated(x):
 
 
 @triton.jit
+def scale_of(peak, bound):
+    """The scale under which peak, at most bound, is 448."""
+    peak = tl.minimum(peak, bound, propagate_nan=tl.PropagateNan.ALL)
+    return largest(peak, 1e-12) * (1.0 / 448.0)
+
+
+@triton.jit
 def store_e4m3(values, bound, row, data_ptr, scale_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Quantise values [BLOCK] of one row and store them with their scales. What is past SIZE must be 0. Values past `bound`
-    saturate."""
-    parts = tl.reshape(values, (BLOCK // GROUP, GROUP))
-    peak = tl.minimum(tl.reduce(tl.abs(parts), 1, largest), bound, propagate_nan=tl.PropagateNan.ALL)
-    scale = tl.div_rn(largest(peak, 1e-12), 448.0)
-    parts = saturated(tl.div_rn(parts, tl.broadcast_to(scale[:, None], (BLOCK // GROUP, GROUP))))
+    saturate. A row with one scale keeps its layout: a reshape would take it through shared memory twice."""
     d = tl.arange(0, BLOCK)
-    tl.store(data_ptr + row * SIZE + d, tl.reshape(parts, (BLOCK,)).to(data_ptr.dtype.element_ty), mask=d < SIZE)
-    groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    g = tl.arange(0, BLOCK // GROUP)
-    tl.store(scale_ptr + row * groups + g, scale, mask=g < groups)
+    if GROUP == BLOCK:
+        scale = scale_of(tl.reduce(tl.abs(values), 0, largest), bound)
+        quantised = saturated(values * (1.0 / scale)).to(data_ptr.dtype.element_ty)
+        tl.store(scale_ptr + row, scale)
+    else:
+        parts = tl.reshape(values, (BLOCK // GROUP, GROUP))
+        scales = scale_of(tl.reduce(tl.abs(parts), 1, largest), bound)
+        parts = saturated(parts * (1.0 / scales)[:, None])
+        quantised = tl.reshape(parts, (BLOCK,)).to(data_ptr.dtype.element_ty)
+        groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+        g = tl.arange(0, BLOCK // GROUP)
+        tl.store(scale_ptr + row * groups + g, scales, mask=g < groups)
+    tl.store(data_ptr + row * SIZE + d, quantised, mask=d < SIZE)
 
 
 @triton.jit
@@ -60,7 +72,7 @@ def static_kernel(
     begin(PDL)
     scale = tl.load(known_ptr)
     x = tl.load(x_ptr + row * X_STRIDE + d, mask=d < SIZE, other=0.0).to(tl.float32)
-    x = saturated(tl.div_rn(x, tl.broadcast_to(scale, (BLOCK,))))
+    x = saturated(x * (1.0 / scale))
     tl.store(data_ptr + row * SIZE + d, x.to(data_ptr.dtype.element_ty), mask=d < SIZE)
     if tl.program_id(1) == 0:
         tl.store(scale_ptr + row, scale)
