@@ -51,6 +51,15 @@ def test_a_tenant_has_a_name_keys_a_weight_and_limits() -> None:
     assert (second.weight, second.limits) == (1.0, Limits())
 
 
+def test_the_example_of_the_documents_is_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    example = page.split("## Tenants", 1)[1].split("```yaml", 1)[1].split("```", 1)[0]
+    search, trial = parse_tenants(example, "docs/operating.md")
+    assert (search.name, search.weight) == ("search", 3)
+    assert set(trial.limits.model_dump(exclude_none=True)) == set(Limits.model_fields), "every limit is in the example"
+    assert all(f"| `{name}`" in page or f", `{name}` |" in page for name in Limits.model_fields), "and in the table"
+
+
 def test_json_is_read_too_with_tabs() -> None:
     assert one('{\t"tenants": [{"name": "a", "key": "k"}]}').name == "a"
 
