@@ -5,7 +5,7 @@ token takes, once) at the device's copy speed as measured in the same run. `loop
 assignment known to the host beforehand, which no engine knows: what it would cost without the waiting. Every figure is the median
 over replays of a captured graph, in microseconds; weights and inputs are random, tokens are routed by random logits.
 
-Run from the repository's root on a GPU: python3 benchmarks/moe.py [--shape v3] [--rows 1 8 64]
+Run from the repository's root on a GPU: python3 benchmarks/moe.py [--shape v3] [--rows 1 8 64] [--weights fp8]
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def copy_speed() -> float:
 class Layer:
     """Random weights of a shape, with what Octavo's MoE block runs."""
 
-    def __init__(self, shape: str) -> None:
+    def __init__(self, shape: str, weights: str = "bf16") -> None:
+        """weights "fp8": experts are e4m3 with a scale for every 128 x 128; router and shared expert stay bfloat16."""
         hidden, inner, count, shared, self.routing = SHAPES[shape]
 
         def weight(*size: int) -> Tensor:
@@ -84,6 +85,13 @@ class Layer:
         self.hidden, self.count = hidden, count
         self.router = weight(count, hidden)
         self.gate_up, self.down = weight(count, 2 * inner, hidden), weight(count, hidden, inner)
+        self.scales: dict[str, Any] = {}
+        if weights == "fp8":
+            self.gate_up, self.down = (w.mul_(w.shape[-1] ** 0.5).to(torch.float8_e4m3fn) for w in (self.gate_up, self.down))
+            grid = lambda rows, columns: (-(-rows // 128), -(-columns // 128))  # noqa: E731
+            sizes = ((count, 2, *grid(inner, hidden)), (count, *grid(hidden, inner)))
+            self.scales = {"scales": tuple(torch.rand(size, device="cuda").add_(0.5).div_(64) for size in sizes)}
+        self.experts = self.ops["experts_fp8" if weights == "fp8" else "experts"]
         self.shared = (weight(2 * shared, hidden), weight(hidden, shared)) if shared else None
 
     def floor_bytes(self, ids: Tensor) -> int:
@@ -98,7 +106,7 @@ class Layer:
 
     def run(self, x: Tensor) -> Tensor:
         weights, ids = self.ops["route"](CublasMatrix(self.router, None)(x), self.routing)
-        out: Tensor = self.ops["experts"](x, weights, ids, self.gate_up, self.down, Gate(), base=self.shared_part(x))
+        out: Tensor = self.experts(x, weights, ids, self.gate_up, self.down, Gate(), base=self.shared_part(x), **self.scales)
         return out
 
     def loop(self, x: Tensor, ids: Tensor) -> Callable[[], Tensor]:
@@ -119,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["v3"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256, 1024])
+    parser.add_argument("--weights", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--loop-rows", type=int, default=64, help="largest number of rows to run the loop at")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -128,13 +137,13 @@ def main() -> None:
         "| shape | rows | experts used | floor us | layer us | layer / floor | loop us | TFLOP/s |\n|---|---|---|---|---|---|---|---|"
     )
     for shape in args.shape:
-        layer = Layer(shape)
+        layer = Layer(shape, args.weights)
         for rows in args.rows:
             x = torch.randn(rows, layer.hidden, device="cuda").to(torch.bfloat16)
             _, ids = layer.ops["route"](CublasMatrix(layer.router, None)(x), layer.routing)
             floor = layer.floor_bytes(ids) / speed
             mine = timed(partial(layer.run, x))
-            loop = f"{timed(layer.loop(x, ids)):.0f}" if rows <= args.loop_rows else ""
+            loop = f"{timed(layer.loop(x, ids)):.0f}" if rows <= args.loop_rows and args.weights == "bf16" else ""
             flops = (
                 2
                 * rows

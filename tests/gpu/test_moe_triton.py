@@ -140,6 +140,45 @@ def test_experts(
     assert error < {BF16: 4e-3, FP16: 5e-4, FP32: 1e-6}[dtype], error
 
 
+def widened(weight: Tensor, scale: Tensor) -> Tensor:
+    """float64 weights of e4m3 ones: scale is one a row, or one a block of 128 x 128."""
+    if scale.ndim == weight.ndim - 1:
+        return weight.double() * scale.double()[..., None]
+    rows, columns = weight.shape[-2:]
+    return weight.double() * scale.double().repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+@pytest.mark.parametrize(
+    ("tokens", "count", "top", "hidden", "inner", "dtype"),
+    [
+        (1, 64, 8, 1024, 512, BF16),
+        (40, 64, 8, 1000, 400, BF16),
+        (700, 16, 4, 512, 384, BF16),
+        (3000, 8, 4, 520, 264, FP16),
+        (5, 4, 2, 256, 144, FP32),
+    ],
+)
+def test_experts_of_e4m3_weights(
+    ops: dict[str, Any], kind: str, tokens: int, count: int, top: int, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(tokens, hidden).to(dtype)
+    gate_up = torch.randn(count, 2, inner, hidden).to(torch.float8_e4m3fn)
+    down = torch.randn(count, hidden, inner).to(torch.float8_e4m3fn)
+    if kind == "blocks":
+        first = (torch.rand(count, 2, -(-inner // 128), -(-hidden // 128)) + 0.5) / hidden**0.5
+        second = (torch.rand(count, -(-hidden // 128), -(-inner // 128)) + 0.5) / inner**0.5
+    else:
+        first, second = (torch.rand(count, 2, inner) + 0.5) / hidden**0.5, (torch.rand(count, hidden) + 0.5) / inner**0.5
+    ids, weights = torch.rand(tokens, count).topk(top).indices.int(), torch.rand(tokens, top)
+    want = exact(x, weights, ids, widened(gate_up, first).flatten(1, 2), widened(down, second), Gate(limit=5.0))
+    scales = (first if kind == "blocks" else first.flatten(1), second)
+    got = ops["experts_fp8"](x, weights, ids, gate_up.flatten(1, 2), down, Gate(limit=5.0), scales=scales)
+    assert got.dtype == dtype and not got.isnan().any()
+    error = float((got.double() - want).norm() / want.norm())
+    assert error < {BF16: 4e-3, FP16: 5e-4, FP32: 1e-6}[dtype], error
+
+
 @pytest.mark.parametrize("tokens", [4, 300])
 def test_a_captured_mixture_follows_its_inputs(ops: dict[str, Any], tokens: int) -> None:
     """Other tokens, other experts, the same graph; and no call waits for the device."""

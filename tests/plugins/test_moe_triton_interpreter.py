@@ -82,8 +82,27 @@ def sorted_pairs():
 def sorted_pairs_in_groups():
     mixture(0, 3)
 
+def spread(scale, rows, columns):  # one a block -> one a weight
+    return scale.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
+
+def scaled_weights():
+    # scales of both kinds, over matrices that do not fill their blocks
+    e4m3, hidden, inner, count = torch.float8_e4m3fn, 150, 140, 3
+    moe.tiles = lambda *_: (moe.Tile(16, 32, 64, 4, 3), moe.Tile(16, 64, 64, 4, 3))
+    for few in (512, 0):
+        moe.FEW = few
+        x, ids, weights = torch.randn(4, hidden), torch.randint(0, count, (4, 2)).int(), torch.rand(4, 2)
+        gate_up, down = torch.randn(count, 2 * inner, hidden).to(e4m3), torch.randn(count, hidden, inner).to(e4m3)
+        blocks = torch.rand(count, 2, 2, 2) + 0.5, torch.rand(count, 2, 2) + 0.5
+        whole = torch.cat([spread(half, inner, hidden) for half in blocks[0].unbind(1)], 1), spread(blocks[1], hidden, inner)
+        rows = torch.rand(count, 2 * inner) + 0.5, torch.rand(count, hidden) + 0.5
+        for scales, factors in ((blocks, whole), (rows, (rows[0][..., None], rows[1][..., None]))):
+            want = oracle.experts(x, weights, ids, gate_up.float() * factors[0], down.float() * factors[1], Gate())
+            got = ops["experts_fp8"](x, weights, ids, gate_up, down, Gate(), scales=scales)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
+
 found = {}
-for check in (routing, few_pairs, sorted_pairs, sorted_pairs_in_groups):
+for check in (routing, few_pairs, sorted_pairs, sorted_pairs_in_groups, scaled_weights):
     try:
         check()
         found[check.__name__] = ""
@@ -104,6 +123,6 @@ def complaints() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("check", ["routing", "few_pairs", "sorted_pairs", "sorted_pairs_in_groups"])
+@pytest.mark.parametrize("check", ["routing", "few_pairs", "sorted_pairs", "sorted_pairs_in_groups", "scaled_weights"])
 def test_the_kernels_compute_what_core_s_operators_do(check: str, complaints: dict[str, str]) -> None:
     assert not complaints[check], complaints[check]
