@@ -115,7 +115,12 @@ def library(kind: dict[str, list[Any]]) -> Linear:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
+    parser.add_argument("--kind", action="append", choices=list(KINDS), help="default: all (repeatable)")
+    parser.add_argument(
+        "--rows", type=lambda text: tuple(map(int, text.split(","))), default=(1, 2, 8, 16, 32, 64, 128, 256, 2048)
+    )
+    args = parser.parse_args()
+    out = args.out
     lines: list[str] = []
 
     def show(line: str) -> None:
@@ -128,7 +133,8 @@ def main() -> None:
     torch.manual_seed(0)
     parts, floor = OperatorParts(cuda_device(), "bfloat16"), sum(FLOOR.values())
     plain = {n: op for (n, _), op in TritonOperators(TritonOptions(), parts).ops.items()}
-    for kind, (scheme, format) in KINDS.items():
+    for kind in args.kind or KINDS:
+        scheme, format = KINDS[kind]
         quantising = {n: op for (n, f), op in fused.TritonOperators(None, parts).ops.items() if f == format}
         ops = plain if format == "plain" else quantising
         weights = made(scheme)
@@ -140,7 +146,7 @@ def main() -> None:
         extra = " `_scaled_mm` layer |" if kind == "rows" else ""
         show(f"| M | layer us | beside us | linear us | of floor | qkv | o | gate_up | down |{extra}")
         show("|---|---|---|---|---|---|---|---|---|" + ("---|" if extra else ""))
-        for m in (1, 2, 8, 16, 32, 64, 128, 256, 2048):
+        for m in args.rows:
             if kind == "weights only" and m > 64:
                 continue
             count = LAYERS if m > 256 else LAYERS * TURNS
