@@ -1,8 +1,7 @@
 """4-bit matrix products of quant_awq against cuBLAS bf16 and their floor, on the shapes of Llama-3.1-8B.
 
 Every figure is microseconds: the median over replays of a captured graph that holds the product once for each of several weights
-(more bytes than the L2 holds, random values). `--sweep` times every block shape of the CUDA kernel and of the Triton kernel.
-Run from the repository's root on a GPU: python3 benchmarks/w4a16.py [--sweep] [--seconds S]
+(more bytes than the L2 holds, random values). Run from the repository's root on a GPU: python3 benchmarks/w4a16.py
 """
 
 from __future__ import annotations
@@ -222,28 +221,96 @@ def sweep_wide(seconds: float) -> None:
                 say(f"   {t:6.1f} tokens {s.tokens} groups {s.groups} stages {s.stages} cluster {s.cluster} error {e:.1e}")
 
 
-def profile(m: int) -> None:
-    """Launches for ncu: the widest matrix, m rows."""
-    w = Weights(*SHAPES["gate_up"])
-    x = torch.randn(m, w.k, device="cuda").bfloat16()
-    op = cuda_op(w, x, cuda_gemm.choose_shape(cuda_gemm.token_tiles(m), w.n, w.k, clusters=True))
-    for i in range(3):
-        op(i)
-    torch.cuda.synchronize()
+NARROW = (1, 4, 8, 16)
+WIDE = (16, 32, 64, 128, 256, 512)
+
+
+def narrow_shapes(m: int, k: int, n: int) -> list[Shape]:
+    """The block that is the default, and it with its strips shared by fewer blocks."""
+    default = cuda_gemm.choose_shape(cuda_gemm.token_tiles(m), n, k, clusters=True)
+    strips = -(-n // default.rows)
+    more = [replace(default, resident=r) for r in (2, 4) if default.cluster == 1 and strips > 132 * r]
+    return [default, *more]
+
+
+def wide_shapes(m: int, k: int, n: int) -> list[WideShape]:
+    """The block that is the default, and other ways to divide the work."""
+    default = wide_gemm.choose_shape(m, n, k)
+    others = [replace(default, groups=g, cluster=c) for g in (1, 2) for c in (1, 2, 4) if c <= k // 256]
+    others += [replace(default, depth=4), replace(default, groups=1, depth=4)]
+    return [default, *(o for o in others if o != default)]
+
+
+def table(seconds: float) -> None:
+    """Every product at every number of rows: the defaults, what else was near, cuBLAS. The last lines are the sums of the four."""
+    began = time.monotonic()
+    jobs: set[tuple[Any, ...]] = set()
+    for k, n in SHAPES.values():
+        jobs |= {(cuda_gemm.token_tiles(m), replace(s, cluster=1, resident=0)) for m in NARROW for s in narrow_shapes(m, k, n)}
+        jobs |= {(replace(s, cluster=1),) for m in WIDE for s in wide_shapes(m, k, n)}
+
+    def one(job: tuple[Any, ...]) -> None:
+        torch.cuda.set_device(0)
+        device = torch.device("cuda", 0)
+        if len(job) == 2:
+            cuda_gemm.function(VARIANT, *job, device, True)
+        else:
+            wide_gemm.functions(VARIANT, *job, device)
+
+    with ThreadPoolExecutor(15) as pool:
+        list(pool.map(one, jobs))
+    say(f"compiled {len(jobs)} in {time.monotonic() - began:.0f} s")
+    sums: dict[tuple[str, int], float] = {}
+
+    def best(kind: str, m: int, name: str, found: list[tuple[float, str]]) -> None:
+        """Prints the default (the first) and the best of the others; the default joins the sum."""
+        sums[kind, m] = sums.get((kind, m), 0.0) + found[0][0]
+        sums[kind + " best", m] = sums.get((kind + " best", m), 0.0) + min(found)[0]
+        say(f"{name} M {m} {kind}: {found[0][0]:.1f}" + (f", best {min(found)[0]:.1f} {min(found)[1]}" if len(found) > 1 else ""))
+
+    for name, (k, n) in SHAPES.items():
+        w = Weights(k, n)
+        weight = truth(w, 0)
+        plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(3)]
+        for m in sorted({*NARROW, *WIDE, 1024, 2048}):
+            if time.monotonic() - began > seconds:
+                say("out of time")
+                return
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            want = x.double() @ weight.T
+            try:
+                if m in NARROW:
+                    found = [(cuda_op(w, x, s), f"resident {s.resident}") for s in narrow_shapes(m, k, n)]
+                    errors = [check(op, want) for op, _ in found]
+                    best("w4a16", m, name, [(measure(op, len(w)), text) for op, text in found])
+                    say(f"   largest error {max(errors):.1e}" if max(errors) > 2.5e-3 else "   right")
+                if m in WIDE:
+                    found = [
+                        (wide_op(w, x, s), f"groups {s.groups} cluster {s.cluster} depth {s.depth}") for s in wide_shapes(m, k, n)
+                    ]
+                    errors = [check(op, want) for op, _ in found]
+                    best("wide", m, name, [(measure(op, len(w)), text) for op, text in found])
+                    say(f"   largest error {max(errors):.1e}" if max(errors) > 4e-3 else "   right")
+                if m >= 256:
+                    best("dequantised", m, name, [(measure(wide_library_op(w, x), len(w)), "")])
+                best("cuBLAS", m, name, [(measure(lambda i, x=x, plain=plain: F.linear(x, plain[i % 3]), 6), "")])
+            except Exception as error:
+                say(f"{name} M {m}: {type(error).__name__}: {error}")
+    for m in sorted({*NARROW, *WIDE, 1024, 2048}):
+        say(f"M {m}: " + ", ".join(f"{kind} {value:.1f}" for (kind, at), value in sums.items() if at == m))
 
 
 VARIANT = Variant(True, False, True, 1, False)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--wide", action="store_true")
-    parser.add_argument("--profile", type=int, default=0, metavar="ROWS")
-    parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--sweep", action="store_true", help="try block shapes of w4a16.cu instead")
+    parser.add_argument("--sweep-wide", action="store_true", help="try block shapes of wide.cu instead")
+    parser.add_argument("--seconds", type=float, default=100, help="stop after this long")
     args = parser.parse_args()
-    if args.profile:
-        profile(args.profile)
-    elif args.wide:
+    if args.sweep:
+        sweep(args.seconds)
+    elif args.sweep_wide:
         sweep_wide(args.seconds)
     else:
-        sweep(args.seconds)
+        table(args.seconds)

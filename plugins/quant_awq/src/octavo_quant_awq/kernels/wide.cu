@@ -8,7 +8,8 @@
 // order of the words of W, zeros past the last token and input. So a block of x is one bulk copy, which a warp of its own keeps
 // STAGES ahead. Blocks of a cluster (gridDim.y) share K and add up through shared memory, in a fixed order.
 //
-// Macros: BF16, SCALE_BF16, ZEROS, SUB as in w4a16.cu; TOKENS (32, 64, 128 or 256), GROUPS (warpgroups, 64 rows each), STAGES.
+// Macros: BF16, SCALE_BF16, ZEROS, SUB as in w4a16.cu; TOKENS (32, 64, 128 or 256), GROUPS (warpgroups, 64 rows each), STAGES,
+// DEPTH (blocks of weights that a warp has in flight).
 // The function wgmma(acc, a, descriptor) for TOKENS is put in front of this file.
 
 typedef unsigned short u16;
@@ -190,16 +191,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) wide(
                 if (i == 0 && release && lane == 0) arrive(empty + 8 * last); // all that read the stage before is done
             }
         };
-        Stage stage[2];
-        if (first < blocks) load(stage[0], first);
-        if (first + stride < blocks) load(stage[1], first + stride);
-        for (int block = first; block < blocks; block += 2 * stride) {
+        Stage stage[DEPTH];
 #pragma unroll
-            for (int d = 0; d < 2; d++) {
+        for (int d = 0; d < DEPTH; d++)
+            if (first + d * stride < blocks) load(stage[d], first + d * stride);
+        for (int block = first; block < blocks; block += DEPTH * stride) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
                 const int here = block + d * stride;
                 if (here < blocks) {
                     multiply(stage[d], here > first, s ? s - 1 : STAGES - 1);
-                    if (here + 2 * stride < blocks) load(stage[d], here + 2 * stride);
+                    if (here + DEPTH * stride < blocks) load(stage[d], here + DEPTH * stride);
                     if (++s == STAGES) s = 0, phase ^= 1;
                 }
             }

@@ -25,12 +25,13 @@ TOKENS = (32, 64, 128)
 @dataclass(frozen=True, slots=True)
 class WideShape:
     """tokens: rows of x that an instruction takes (32, 64 or 128); groups: warpgroups of 64 outputs; stages: blocks of x in flight;
-    cluster: blocks that share K."""
+    cluster: blocks that share K; depth: blocks of weights in flight a warp."""
 
     tokens: int
     groups: int
     stages: int
     cluster: int
+    depth: int = 2
 
     @property
     def rows(self) -> int:
@@ -71,6 +72,7 @@ def functions(variant: Variant, shape: WideShape, device: torch.device) -> WideF
     defines = {
         "BF16": int(variant.bf16), "SCALE_BF16": int(variant.scale_bf16), "ZEROS": int(variant.zeros), "SUB": variant.sub,
         "TOKENS": shape.tokens, "GROUPS": shape.groups, "STAGES": shape.stages,
+        "DEPTH": shape.depth,
     }  # fmt: skip
     source = _instruction(shape.tokens, variant.bf16) + resources.files(__package__).joinpath("wide.cu").read_text()
     module = compile_source(source, defines, device, features="a")
