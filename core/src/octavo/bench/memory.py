@@ -8,7 +8,8 @@ minutes. Touches no tensor.
                     There is no other kind: any free block serves any sequence
     usage           used blocks / all blocks
     preemptions     sequences that gave up their blocks (swapped: those that went to host memory)
-    fairness        computed tokens per weight of each tenant while all of them wait, smallest / largest
+    fairness        tokens per weight of each tenant's finished requests, smallest / largest. What was computed twice
+                    after a preemption counts once
 
 Means are over steps, of the time during which requests wait: filling up and draining are not counted.
 """
@@ -133,6 +134,7 @@ class _World:
         self._serial = itertools.count()
         self._samples: list[tuple[float, float]] = []  # of saturated steps: usage, fragmentation
         self._served = dict.fromkeys(TENANTS, 0)
+        self._open: dict[str, tuple[str, int]] = {}  # of live requests: tenant and tokens
         self._waits: list[float] = []
         self._steps = 0
 
@@ -155,6 +157,7 @@ class _World:
             for prompt, output in self._mix.draw(self._random, 1024).tolist():
                 serial = next(self._serial)
                 own = [serial % VOCAB, serial // VOCAB % VOCAB, serial // VOCAB**2]  # nobody shares a prefix by chance
+                self._open[str(serial)] = (tenant, prompt + output)
                 yield Request(
                     id=str(serial),
                     prompt=own + self._text[: prompt - 3],
@@ -171,22 +174,18 @@ class _World:
         self._steps += 1
         if saturated and self._steps > RAMP:
             self._sample()
-        if saturated:
-            self._count(batch)
         for event in self._scheduler.commit(batch, _answer(batch)):
             if event.queue_seconds:
                 self._waits.append(event.queue_seconds)
+            if event.finish is not None:
+                tenant, tokens = self._open.pop(event.request_id)
+                self._served[tenant] += tokens if saturated else 0
 
     def _sample(self) -> None:
         """After a step is submitted a row holds exactly the blocks of what it has computed."""
         usage = self._allocator.usage()
         held = int(self._allocator._computed.sum())
         self._samples.append((usage.used / usage.total, 1 - held / (usage.used * self._block_size)))
-
-    def _count(self, batch: Batch) -> None:
-        slots = {sequence.slot: sequence for sequence in self._scheduler._running}
-        for slot, tokens in zip(batch.slots.tolist(), batch.num_new.tolist(), strict=True):
-            self._served[slots[slot].request.tenant] += tokens
 
     def figures(self) -> dict[str, Any]:
         if not self._samples:
