@@ -26,6 +26,7 @@ from octavo.errors import AdmissionRefused
 from octavo.interfaces import SchedulerParts
 from octavo.request import Admission, Batch, EngineStats, Event, FinishReason, Request, Result, TokenLogprobs
 from octavo.scheduling.draft import Draft
+from octavo.scheduling.gate import Gate
 from octavo.scheduling.policies import Order, Queue
 from octavo.scheduling.sequence import Sequence, State
 
@@ -55,6 +56,7 @@ class ContinuousScheduler:
         self._slots_stale = False
         self._order = Order(parts.policy, options.ageing, parts.clock)
         self._queue = Queue(self._order)
+        self._gate = Gate(parts, self._queue)
         self._live: dict[str, list[Sequence]] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._submitted: deque[tuple[int, list[Sequence]]] = deque()
@@ -62,7 +64,6 @@ class ContinuousScheduler:
         self._serial = 0
         self._step = 0
         self._blocked: tuple[Sequence, int] | None = None  # queue head that did not fit, and the blocks there were
-        self._promised = 0  # blocks that live sequences may come to hold (kept under a hard limit only)
         self._stats = EngineStats()
 
     # ------------------------------------------------------------ requests in
@@ -70,11 +71,10 @@ class ContinuousScheduler:
     def add(self, request: Request) -> None:
         limit = len(request.prompt) + cast(int, request.params.max_tokens)
         samples = request.params.samples
-        self._refuse_impossible(request, limit)
+        if request.id in self._live:
+            raise AdmissionRefused(f"request id {request.id!r} is already running", code="duplicate_id")
         tenant = self._order.shares.of(request.tenant, request.weight)
-        self._refuse_over_queue(request, tenant, samples)
-        promised = self._promise(limit) * samples
-        self._refuse_over_hard_limit(promised)
+        self._gate.check(request, tenant, limit, samples)
         now = self._parts.clock()
         self._serial += 1
         prompt = np.asarray(request.prompt, np.int32)
@@ -90,53 +90,7 @@ class ContinuousScheduler:
         self._live[request.id] = sequences
         sequences[0].siblings = sequences[1:]
         self._queue.push(sequences[0])
-        self._promised += promised
-
-    def _refuse_impossible(self, request: Request, limit: int) -> None:
-        if request.id in self._live:
-            raise AdmissionRefused(f"request id {request.id!r} is already running", code="duplicate_id")
-        if not self._allocator.fits(limit):
-            usage = self._allocator.usage()
-            raise AdmissionRefused(
-                f"prompt ({len(request.prompt)}) plus max_tokens ({limit - len(request.prompt)}) is {limit} tokens, more than the "
-                f"KV cache of {usage.total} blocks can ever hold: lower max_tokens, or start with more KV cache",
-                code="too_large",
-            )
-        if not self._parts.chunked_prefill and limit > self._limits.max_num_batched_tokens:
-            raise AdmissionRefused(
-                f"prompt plus max_tokens is {limit} tokens; without chunked prefill a step must take all of them at once after a "
-                f"preemption, and takes at most {self._limits.max_num_batched_tokens}: raise max_num_batched_tokens or enable "
-                "chunked prefill",
-                code="too_large",
-            )
-
-    def _refuse_over_queue(self, request: Request, tenant: int, samples: int) -> None:
-        """The queue is bounded. Past the bound only a tenant that holds less than its share of it may still
-        queue, so that nobody can fill the queue for everybody else; all shares together are the bound again."""
-        most = self._parts.max_queued
-        if not most or len(self._queue) + samples <= most:
-            return
-        mine = self._queue.waiting(tenant)
-        if mine + samples > self._queue.share(tenant, request.weight, most):
-            raise AdmissionRefused(
-                f"{len(self._queue)} requests are waiting ({mine} of them this tenant's), the limit is {most}: try again later",
-                code="queue_full",
-                retry_after=1.0,
-            )
-
-    def _promise(self, limit: int) -> int:
-        return self._allocator.blocks(limit) if self._parts.hard_blocks else 0
-
-    def _refuse_over_hard_limit(self, blocks: int) -> None:
-        usage = self._allocator.usage()
-        total = usage.total - usage.pinned
-        if self._parts.hard_blocks and self._promised + blocks > total:
-            raise AdmissionRefused(
-                f"of the hard limit of {total} KV blocks, {self._promised} are promised to running requests and this one may "
-                f"need {blocks}: try again later, or lower max_tokens or n",
-                code="no_capacity",
-                retry_after=1.0,
-            )
+        self._gate.admit(limit, samples)
 
     def abort(self, request_id: str, sample: int | None = None) -> None:
         for sequence in list(self._live.get(request_id, ())):
@@ -456,7 +410,7 @@ class ContinuousScheduler:
         for sibling in sequence.siblings:  # it will not compute their prompt: they do it themselves
             self._queue.push(sibling)
         sequence.siblings = []
-        self._promised -= self._promise(sequence.limit)
+        self._gate.release(sequence.limit)
         if not live:
             del self._live[sequence.request.id]
 
