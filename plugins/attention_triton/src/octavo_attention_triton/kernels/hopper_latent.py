@@ -39,8 +39,9 @@ def _produce(
     first = gl.load(record + 2)
     last = gl.load(record + 3)
     table = table_ptr + gl.load(record + 1).to(gl.int64) * table_stride
-    count = 0
-    for tile in range(first // TILE, (last + TILE - 1) // TILE):
+    begin = first // TILE
+    for tile in range(begin, (last + TILE - 1) // TILE):
+        count = tile - begin
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
         bar = full.index(stage)
@@ -53,7 +54,6 @@ def _produce(
             for c in gl.static_range(LATENT // 64):
                 target = k_smem.index(stage).slice(b * BOX, BOX, 0).slice(c * 64, 64, 1)
                 tma.async_copy_global_to_shared(desc, [row, c * 64], bar, target)
-        count += 1
 
 
 @gluon.jit
@@ -117,8 +117,9 @@ def _consume(
     den = gl.zeros([ROWS, TILE], gl.float32, s_layout)  # summed over columns at the end
     o = gl.zeros([ROWS, LATENT], gl.float32, o_layout)
     whole = (last - tokens + 1) // TILE
-    count = 0
-    for tile in range(first // TILE, (last + TILE - 1) // TILE):
+    begin = first // TILE
+    for tile in range(begin, (last + TILE - 1) // TILE):
+        count = tile - begin
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
         k = k_smem.index(stage)
@@ -144,7 +145,6 @@ def _consume(
         o = warpgroup_mma(p_smem, k, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(empty.index(stage), count=1)
-        count += 1
 
     total = gl.sum(den, 1)
     total = gl.where(total == 0.0, 1.0, total)  # a padding row of length 0 gives zeros
