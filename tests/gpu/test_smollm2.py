@@ -49,7 +49,9 @@ def path() -> Path:
 def oracle(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    )
     return model.eval().cuda()
 
 
@@ -77,11 +79,15 @@ def test_greedy_tokens_are_those_that_transformers_finds_likely(path: Path, orac
         right = logits.log_softmax(-1)[len(prompt) - 1 : -1]
         assert len(said) == len(outcome.tokens) == 48
         for token, entry, row in zip(outcome.tokens, said, right, strict=True):
-            assert float(row.max() - row[token]) < 0.25, f"prompt {i}: token {token} is {float(row.max() - row[token]):.2f} nats behind"
+            assert float(row.max() - row[token]) < 0.25, (
+                f"prompt {i}: token {token} is {float(row.max() - row[token]):.2f} nats behind"
+            )
             errors.append(abs(entry.logprob - float(row[token])))
             same += int(row.argmax()) == token
             count += 1
-    print(f"{same} of {count} tokens are transformers' first choice; log-probabilities off by {sum(errors) / count:.4f} on average, {max(errors):.3f} at most")
+    print(
+        f"{same} of {count} tokens are transformers' first choice; log-probabilities off by {sum(errors) / count:.4f} on average, {max(errors):.3f} at most"
+    )
     assert sum(errors) / count < 0.03 and max(errors) < 0.3
     assert same >= 0.97 * count
     engine.close()

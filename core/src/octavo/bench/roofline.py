@@ -43,7 +43,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         point = result["flops"] / result["bytes"], result["flops"] / result["us"] / 1e6
         series.setdefault((result["backend"], result["kv_dtype"]), []).append(point)
     for marker, ((backend, kv_dtype), points) in zip(MARKERS * len(series), series.items(), strict=False):
-        axes.scatter(*zip(*points, strict=True), s=18, marker=marker, label=f"{backend}, {kv_dtype} cache", alpha=0.8)
+        xs, ys = zip(*points, strict=True)
+        axes.scatter(xs, ys, s=18, marker=marker, label=f"{backend}, {kv_dtype} cache", alpha=0.8)
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title=record["device"]["name"])
     axes.grid(which="both", alpha=0.2)
     axes.legend(fontsize=8)

@@ -136,7 +136,8 @@ def _profiled(engine: Engine, steps: int) -> dict[str, Any]:
     if not cuda:
         own = [(str(e.key), float(e.self_cpu_time_total), int(e.count)) for e in profiler.key_averages()]
         return {"operations": _largest(own, steps)}
-    ran = [e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    ran = [e for e in profiler.events() or () if e.device_type == device]
     if not ran:
         raise OctavoError("torch's profiler saw no kernel; another profiler may hold the device")
     times: dict[str, float] = defaultdict(float)

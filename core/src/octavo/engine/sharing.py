@@ -43,7 +43,7 @@ class PrefixSharing:
         whole = start // size  # blocks of each row that are full
         heads = np.where(whole > 0, self._table[slots, 0], -1)
         names, which, counts = np.unique(heads, return_inverse=True, return_counts=True)
-        found = []
+        found: list[SharedPrefix] = []
         for i in np.argsort(-counts, kind="stable")[: MOST_GROUPS + 1]:
             if counts[i] < FEWEST_ROWS or len(found) == MOST_GROUPS:
                 break
