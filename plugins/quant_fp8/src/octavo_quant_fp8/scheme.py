@@ -87,7 +87,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
     if activation == "static":
         raise Unsupported("activation_scheme 'static' with weight_block_size: blocks have dynamic activations")
     # DeepSeek's own checkpoints leave the head alone and list nothing; transformers skips it without being told, too.
-    return Scheme("block", "block", scale_name="weight_scale_inv", skipped=(*skipped, "lm_head"), source="block FP8")
+    return Scheme("block", "block", scale_name="weight_scale_inv", skipped=(*skipped, "lm_head", "head"), source="block FP8")
 
 
 def _compressed(config: Mapping[str, Any]) -> Scheme:
