@@ -95,11 +95,13 @@ class Stack:
         at: tuple[Any, ...],
         shape: tuple[int, ...] | None = None,
         prepare: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        dtypes: tuple[str, ...] = (),
     ) -> None:
-        """The checkpoint tensor `name`, of `shape` (default: that of the part), goes through `prepare` to the part `at`."""
+        """The checkpoint tensor `name`, of `shape` (default: that of the part) and one of `dtypes` (default: an
+        unquantised float), goes through `prepare` to the part `at`."""
         self.expect(name)
         part = torch.empty(self._shape, device="meta")[at]
-        weights.declare(name, shape or tuple(part.shape), lambda tensor: self.fill(name, at, prepare(tensor)))
+        weights.declare(name, shape or tuple(part.shape), lambda tensor: self.fill(name, at, prepare(tensor)), dtypes=dtypes)
 
     def expect(self, name: str) -> None:
         """`get` refuses until `fill` has been called for this name, with `last`."""

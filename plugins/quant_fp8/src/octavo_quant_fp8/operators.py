@@ -14,6 +14,7 @@ from octavo.interfaces import Activation, OperatorParts
 from octavo.model import operators as core
 from torch import Tensor
 
+from octavo_quant_fp8.experts import experts_fp8
 from octavo_quant_fp8.numerics import quantise_groups, quantise_rows
 
 FORMATS: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"fp8_token": quantise_rows, "fp8_block": quantise_groups}
@@ -52,4 +53,4 @@ class TorchOperators:
             (name, format): make(quantise)
             for format, quantise in FORMATS.items()
             for name, make in (("rms_norm", _rms_norm), ("add_rms_norm", _add_rms_norm), ("silu_mul", _silu_mul))
-        }
+        } | {("experts_fp8", "plain"): experts_fp8}

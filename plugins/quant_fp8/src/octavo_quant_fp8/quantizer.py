@@ -12,10 +12,12 @@ from dataclasses import replace
 from itertools import groupby
 
 import torch
-from octavo.interfaces import Activation, Linear, QuantizerParts
+from octavo.errors import LoadError, PluginError
+from octavo.interfaces import Activation, Experts, ExpertsSpec, Linear, QuantizerParts
 from octavo.model.linear import PlainQuantizer, torch_device
 from torch import Tensor
 
+from octavo_quant_fp8.experts import Fp8Experts
 from octavo_quant_fp8.provider import Fp8Options, has_units
 from octavo_quant_fp8.reference import Product, ReferenceProduct, input_format
 from octavo_quant_fp8.scheme import Scheme, read_scheme
@@ -94,6 +96,18 @@ class Fp8Quantizer:
             else:
                 found.append(self._plain.linear("", in_features, some, bias=bias, head=head))
         return SideBySide(found)
+
+    def experts(self, prefix: str, spec: ExpertsSpec) -> Experts:
+        """The routed experts of a layer, quantised or not as the checkpoint has them. LoadError where it has both."""
+        kinds = {self._scheme.quantises(f"{prefix}.{e}.{name}") for e in range(spec.count) for name in spec.names}
+        if kinds == {False}:
+            return self._plain.experts(prefix, spec)
+        if len(kinds) > 1:
+            raise LoadError(f"{prefix}: some experts are FP8 and others are not; they would be of one kind")
+        run = self._parts.find("experts_fp8")
+        if run is None:
+            raise PluginError(f'{prefix}: no provider offers the operator "experts_fp8", which FP8 experts need')
+        return Fp8Experts(prefix, spec, self._scheme, weights=self._parts.weights, device=self._device, run=run)
 
     def _quantised(self, names: dict[str, int], in_features: int, *, bias: bool, head: bool) -> Fp8Linear:
         weights = GatheredWeights(

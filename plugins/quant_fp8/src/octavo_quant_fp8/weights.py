@@ -132,18 +132,18 @@ class GatheredWeights:
     def _scale_matrix(self, name: str, tensor: Tensor, start: int, rows: int) -> None:
         if tensor.numel() != 1:
             raise LoadError(f"{name} has the shape {list(tensor.shape)}; one scale for the matrix is expected")
-        self.scale[start : start + rows].fill_(float(_checked(name, tensor)))
+        self.scale[start : start + rows].fill_(float(checked(name, tensor)))
 
     def _scale_rows(self, name: str, tensor: Tensor, start: int, rows: int) -> None:
-        self.scale[start : start + rows].copy_(_checked(name, tensor).view(-1))
+        self.scale[start : start + rows].copy_(checked(name, tensor).view(-1))
 
     def _scale_blocks(self, name: str, tensor: Tensor, block: int) -> None:
-        self.scale[block : block + tensor.shape[0]].copy_(_checked(name, tensor))
+        self.scale[block : block + tensor.shape[0]].copy_(checked(name, tensor))
 
     def _input(self, name: str, tensor: Tensor) -> None:
         if tensor.numel() != 1:
             raise LoadError(f"{name} has the shape {list(tensor.shape)}; one scale for the input is expected")
-        scale = _checked(name, tensor).view(1).to(self._device)
+        scale = checked(name, tensor).view(1).to(self._device)
         self.input_scale = scale if self.input_scale is None else torch.maximum(self.input_scale, scale)
 
     def _bias_filler(self, start: int, rows: int) -> Fill:
@@ -155,7 +155,7 @@ class GatheredWeights:
         return fill
 
 
-def _checked(name: str, tensor: Tensor) -> Tensor:
+def checked(name: str, tensor: Tensor) -> Tensor:
     """The scale in float32. LoadError, with the first wrong value, unless all are positive and finite."""
     scale = as_scale(tensor)
     wrong = ~(scale.isfinite() & (scale > 0))
