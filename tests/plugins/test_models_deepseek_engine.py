@@ -6,6 +6,7 @@ Oracle: transformers' greedy generation from the same folder, and the same engin
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,32 +96,6 @@ def test_a_pool_that_is_too_small_for_all_changes_no_token(model: tuple[Path, An
     assert greedy(llm(folder, num_gpu_blocks_override=12, block_size=8), prompts, 24) == roomy
 
 
-def test_block_fp8_weights_give_the_tokens_of_what_they_stand_for(tmp_path: Path, installed: None) -> None:
-    """kv_b_proj too, which attention never multiplies by: absorbed, it is what its Linear makes of unit vectors."""
-    dense = CONFIG | {"first_k_dense_replace": 3}
-    right = transformers_model(dense)
-    right.save_pretrained(tmp_path / "stored")
-    stored, plain = load_file(tmp_path / "stored" / "model.safetensors"), {}
-    quantised: dict[str, torch.Tensor] = {}
-    for name, tensor in stored.items():
-        if name.endswith("_proj.weight") or "_proj_with_mqa" in name:
-            parts, plain[name] = by_block(tensor)
-            quantised |= {f"{name.removesuffix('.weight')}.{kind}": part for kind, part in parts.items()}
-        else:
-            quantised[name] = plain[name] = tensor
-    block = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    for folder, tensors, more in (("plain", plain, {}), ("fp8", quantised, {"quantization_config": block})):
-        (tmp_path / folder).mkdir()
-        save_file(
-            {name: t.float() if t.dtype == torch.float64 else t for name, t in tensors.items()},
-            tmp_path / folder / "model.safetensors",
-        )
-        (tmp_path / folder / "config.json").write_text(json.dumps(dense | more))
-        write_text_files(tmp_path / folder)
-    exact = {"quantizer": {"fp8": {"activations": "none"}}}
-    assert greedy(llm(tmp_path / "fp8", plugins=exact), [PROMPT], 12) == greedy(llm(tmp_path / "plain"), [PROMPT], 12)
-
-
 V4: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": VOCAB, "hidden_size": 48,
     "moe_intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
@@ -130,6 +105,41 @@ V4: dict[str, Any] = {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "mlp_layer_types": ["hash_moe", "moe", "moe"],
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+
+
+BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+LINEARS = re.compile(r"((?<!weights)_proj|_proj_with_mqa|attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|experts\.(\d+\.)?w[123])\.weight$")
+
+
+def fp8_and_plain(config: dict[str, Any], folder: Path, scale: str, exponent: bool) -> tuple[Path, Path]:
+    """A checkpoint whose Linears and experts are FP8 in blocks, and one of what they stand for."""
+    transformers_model(config).save_pretrained(folder / "stored")
+    plain: dict[str, torch.Tensor] = {}
+    quantised: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "stored" / "model.safetensors").items():
+        if LINEARS.search(name):
+            parts, stands_for = by_block(tensor, scale, exponent)
+            plain[name] = stands_for.float()
+            quantised |= {f"{name.removesuffix('.weight')}.{kind}": part for kind, part in parts.items()}
+        else:
+            quantised[name] = plain[name] = tensor
+    assert len(quantised) > len(plain) + 20
+    for kind, tensors, more in (("fp8", quantised, {"quantization_config": BLOCK_FP8}), ("plain", plain, {})):
+        (folder / kind).mkdir()
+        save_file(tensors, folder / kind / "model.safetensors")
+        (folder / kind / "config.json").write_text(json.dumps(config | more))
+        write_text_files(folder / kind)
+    return folder / "fp8", folder / "plain"
+
+
+@pytest.mark.parametrize("version", ["v3", "v4"])
+def test_block_fp8_weights_give_the_tokens_of_what_they_stand_for(tmp_path: Path, installed: None, version: str) -> None:
+    """Absorbed and block-diagonal matrices too, which no product takes as they are: they are what their Linear makes of unit
+    vectors. V4's scales are powers of two under a name of their own."""
+    config, scale, exponent = (CONFIG, "weight_scale_inv", False) if version == "v3" else (V4, "scale", True)
+    fp8, plain = fp8_and_plain(config, tmp_path, scale, exponent)
+    exact = {"quantizer": {"fp8": {"activations": "none"}}}
+    assert greedy(llm(fp8, plugins=exact), [PROMPT], 12) == greedy(llm(plain), [PROMPT], 12)
 
 
 def test_v4_finds_a_prefix_again_with_everything_that_its_layers_kept_of_it(tmp_path: Path, installed: None) -> None:

@@ -18,8 +18,10 @@ _NAMES = (
     (re.compile(r"^lm_head\."), "head."),
     (re.compile(r"^hc_head\.hc_"), "hc_head_"),
     (re.compile(r"(^layers\.\d+\.attn)\.norm\."), r"\1.kv_norm."),
+    (re.compile(r"\.scale$"), ".weight_scale_inv"),
 )
-"""What transformers calls differently when it saves a model again -> DeepSeek's own names."""
+"""What transformers calls differently when it saves a model again -> DeepSeek's own names; and the block scales of FP8 weights
+-> the name that they have in every other checkpoint."""
 
 
 class V4Adapter:
