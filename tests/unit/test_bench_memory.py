@@ -36,7 +36,7 @@ def test_a_simulation_serves_everybody_and_loses_no_block() -> None:
 
 def test_weights_are_honoured_while_every_tenant_waits() -> None:
     record = memory.run(requests=500, mix="chat", block_size=16, pool_tokens=65_536, max_num_seqs=48)
-    assert record["fairness"] > 0.9
+    assert record["fairness"] > 0.7, "without weights the double one would get half as much for each"
     assert set(record["tokens_per_weight"]) == set(memory.TENANTS)
 
 
