@@ -91,6 +91,22 @@ def test_a_growth_that_finds_no_memory_is_put_off() -> None:
     assert look(machine, rule, 0.5) == 0.94
 
 
+def test_an_order_sets_the_size_within_the_range_and_the_rule_rests_while_it_is_told_to() -> None:
+    machine = Machine()
+    range_ = PoolRange(0.9, 300, 1000.0, least=100, whole=900)  # built beside somebody who held 600 blocks' memory
+    allocator = BlockAllocator(None, AllocatorParts(groups_of((1, None)), 300, 4, 1000, max_blocks=range_.most))
+    rule = PoolGovernor(allocator, machine, range_, lambda: machine.now, 30.0)  # type: ignore[arg-type]
+    assert rule.resize(1, rest=True) == 100  # a request of the full context must still fit
+    assert look(machine, rule, 0.1) == pytest.approx(0.7) and allocator.usage().total == 100
+    assert rule.resize(None, rest=False) == 900 and allocator.usage().total == 900
+    assert rule.resize(5000, rest=False) == 900  # the address range ends there
+    machine.memory = 500
+    rule.resize(400, rest=False)
+    assert rule.resize(None, rest=False) == 400  # no memory: as it was
+    with pytest.raises(ConfigError, match="--dynamic-memory"):
+        MemoryWatch(allocator).resize(5, rest=False)
+
+
 def test_it_never_shrinks_below_one_full_context() -> None:
     machine = Machine()
     range_ = PoolRange(0.9, 900, 1000.0, least=890)

@@ -152,7 +152,7 @@ def test_a_replaced_model_keeps_its_name_and_nothing_of_its_cache(
     server: Server, admin: httpx.Client, second: str, long_tiny: Path, other: Path
 ) -> None:
     prompt = "the quick brown fox jumps over the lazy dog " * 8
-    add(admin, "live", long_tiny, settings=SETTINGS).raise_for_status()
+    add(admin, "live", long_tiny, settings={**SETTINGS, "dynamic_memory": True}).raise_for_status()
 
     def ask(name: str) -> tuple[str, int]:
         with server.client() as client:
@@ -167,14 +167,19 @@ def test_a_replaced_model_keeps_its_name_and_nothing_of_its_cache(
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
         lines = events(response.iter_lines())
         next(lines)
-        replaced = add(admin, "live", other, replace=True)  # returns while the old engine's stream still runs
+        replaced = add(admin, "live", other, replace=True, make_room=True)  # returns while the old engine's stream still runs
         assert replaced.status_code == 201, replaced.text
         assert replaced.json()["generation"] > before["generation"]
         cold, cached = ask("live")
         assert cached == 0 and cold == ask(second)[0] != old
+        gone = admin.get("/admin/models").json()["leaving"]
+        assert all(model["blocks"] < before["blocks"] for model in gone)  # it gave up what its requests did not hold
         assert list(lines)[-1] == "[DONE]"
     until(lambda: not admin.get("/admin/models").json()["leaving"], 20, "the old engine has ended")
     assert len(engines(server)) == 3
+    until(lambda: "KV blocks now that it is alone" in server.text, 10, "the new engine has grown")
+    after = next(m for m in admin.get("/admin/models").json()["models"] if m["name"] == "live")
+    assert after["blocks"] == before["blocks"]
 
 
 def engines(server: Server) -> list[psutil.Process]:
@@ -272,6 +277,7 @@ def test_what_is_asked_wrongly_is_said(admin: httpx.Client) -> None:
         ("POST", "/admin/models", {"name": "", "model": "x"}, 400),
         ("POST", "/admin/models", {"name": NAME, "model": "x"}, 409),
         ("POST", "/admin/models", {"name": "n", "model": "x", "defualt": True}, 400),
+        ("POST", "/admin/models", {"name": NAME, "model": "x", "replace": True, "make_room": True}, 409),
         ("POST", "/admin/models/nobody/default", None, 404),
         ("POST", "/admin/models/nobody/drain", None, 404),
         ("DELETE", "/admin/models/nobody", None, 404),

@@ -68,7 +68,7 @@ class AsyncLLM:
         self._engine = EngineProcess(self._on_message, self._on_death, relay_log=relay_log)
         self._processor: OutputProcessor
         self._streams: dict[str, Stream] = {}
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
         self._observers: list[Observer] = []
         self._idle = asyncio.Event()
@@ -284,13 +284,29 @@ class AsyncLLM:
     async def _ask(self, action: str, tokens: Sequence[int] = ()) -> dict[str, Any]:
         self._refuse_if_closed()
         order = messages.PrefixOrder(next(self._ids), action, list(tokens))
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[order.id] = answer
+        state: messages.PrefixState = await self._answer(order.id, lambda: self._engine.prefix(order))
+        return state.answer
+
+    async def resize_cache(self, blocks: int | None, *, rest: bool = False) -> int:
+        """Make the KV cache `blocks` large, or (None) as large as if the device were this model's alone; returns the
+        size that it then has. `rest`: what --dynamic-memory does by itself waits for the next call. Raises
+        ConfigError where the size is fixed, EngineDead."""
+        order = messages.Resize(next(self._ids), blocks, rest)
+        answer: messages.Resized = await self._answer(order.id, lambda: self._engine.resize(order))
+        if answer.error is not None:
+            raise ConfigError(answer.error)
+        return answer.blocks
+
+    async def _answer(self, own_id: int, send: Callable[[], None]) -> Any:
+        if not self.alive:
+            raise EngineDead(self.dead_reason or "the engine is not running")
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._answers[own_id] = answer
         try:
-            self._engine.prefix(order)
+            send()
             return await answer
         finally:
-            self._answers.pop(order.id, None)
+            self._answers.pop(own_id, None)
 
     # ------------------------------------------------------------ more models
 
@@ -337,8 +353,8 @@ class AsyncLLM:
         elif kind == messages.REFUSED:
             refusal = AdmissionRefused(body.message, code=body.code, retry_after=body.retry_after)
             self._end_stream(body.request_id, refusal)
-        elif kind == messages.PREFIX_STATE and (answer := self._answers.get(body.id)) is not None and not answer.done():
-            answer.set_result(body.answer)
+        elif (answer := self._answers.get(body.id)) is not None and not answer.done():  # PREFIX_STATE, RESIZED
+            answer.set_result(body)
 
     def _on_step(self, step: Events) -> None:
         self.stats = step.stats

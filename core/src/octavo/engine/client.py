@@ -43,7 +43,7 @@ def _parts(step: Events) -> Iterator[Events]:
 
 
 class EngineProcess:
-    """start() returns once the engine serves. `on_message(kind, body)` gets EVENTS, REFUSED and PREFIX_STATE;
+    """start() returns once the engine serves. `on_message(kind, body)` gets EVENTS, REFUSED, PREFIX_STATE and RESIZED;
     `on_death(reason)` is called once if the engine ends without being asked to."""
 
     def __init__(
@@ -103,6 +103,10 @@ class EngineProcess:
 
     def reset_prefix_cache(self) -> None:
         self._send(messages.RESET, None)
+
+    def resize(self, order: messages.Resize) -> None:
+        """Its answer comes as RESIZED."""
+        self._send(messages.RESIZE, order)
 
     def prefix(self, order: messages.PrefixOrder) -> None:
         """Its answer comes as PREFIX_STATE."""

@@ -81,6 +81,10 @@ class Engine:
         self._watch.report(stats)
         return stats
 
+    def resize_cache(self, blocks: int | None, *, rest: bool) -> int:
+        """Order a size of the KV cache; see MemoryWatch.resize."""
+        return self._watch.resize(blocks, rest=rest)
+
     def close(self) -> None:
         self._executor.close()
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from octavo.engine.sizing import LEAST_UTILIZATION, MOST_UTILIZATION, PoolRange
+from octavo.errors import ConfigError
 from octavo.interfaces import Allocator, Executor
 from octavo.request import EngineStats
 
@@ -70,11 +71,12 @@ class PoolGovernor:
         self._next = clock() + interval
         self.utilization = range_.start
         self.growths = self.shrinks = 0
+        self._rests = False
 
     def tick(self, use: float) -> None:
         """Apply the rule if it is time."""
         now = self._clock()
-        if now < self._next:
+        if now < self._next or self._rests:
             return
         self._next = now + self._interval
         if use < GROW_BELOW and self.utilization < MOST_UTILIZATION:
@@ -82,10 +84,22 @@ class PoolGovernor:
         elif use > SHRINK_ABOVE and self.utilization > LEAST_UTILIZATION:
             self.move(max(self.utilization - SHRINK_BY, LEAST_UTILIZATION))
 
+    def resize(self, blocks: int | None, *, rest: bool) -> int:
+        """Make the pool `blocks` large, or (None) as large as if the device were its alone, within its address
+        range, and as far as live blocks and the device allow; returns its size then. rest: the rule changes nothing until the next call."""
+        wanted = min(max(self._range.whole, self._range.start_blocks) if blocks is None else blocks, self._range.most)
+        self._rests, self._next = rest, self._clock() + self._interval
+        self._to(wanted, self._range.utilization(wanted))
+        total = self._allocator.usage().total
+        self.utilization = self._range.utilization(total)
+        return total
+
     def move(self, utilization: float) -> None:
         """Make the pool as large as it is at this utilisation, as far as live blocks and the device allow."""
+        self._to(self._range.blocks(utilization), utilization)
+
+    def _to(self, wanted: int, utilization: float) -> None:
         usage = self._allocator.usage()
-        wanted = self._range.blocks(utilization)
         if wanted > usage.total:
             self._grow(wanted, utilization)
         else:
@@ -130,6 +144,12 @@ class MemoryWatch:
         self._alert.see(use)
         if self._governor is not None:
             self._governor.tick(use)
+
+    def resize(self, blocks: int | None, *, rest: bool) -> int:
+        """See PoolGovernor.resize. Raises ConfigError where the size is fixed."""
+        if self._governor is None:
+            raise ConfigError("the size of the KV cache is fixed: start the model with --dynamic-memory")
+        return self._governor.resize(blocks, rest=rest)
 
     def report(self, stats: EngineStats) -> None:
         stats.kv_alert, stats.kv_alerts = self._alert.raised, self._alert.count

@@ -1,8 +1,8 @@
 """What crosses between a client's process and an engine's process: msgpack frames over one socket.
 
 A message is two frames: a kind (one byte) and a msgspec struct. To the engine: ADD Request, ABORT,
-CLOSE, RESET, PREFIX. From it: PROGRESS, READY, EVENTS (one a step, every request's news together), REFUSED,
-PREFIX_STATE (the answer to one PREFIX), DEAD.
+CLOSE, RESET, PREFIX, RESIZE. From it: PROGRESS, READY, EVENTS (one a step, every request's news together), REFUSED,
+PREFIX_STATE (the answer to one PREFIX), RESIZED (to one RESIZE), DEAD.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 
 from octavo.request import Events, ModelInfo, Request
 
-CONFIG, ADD, ABORT, RESET, PREFIX, CLOSE = b"C", b"A", b"B", b"X", b"K", b"Q"
-PROGRESS, READY, EVENTS, REFUSED, PREFIX_STATE, DEAD = b"P", b"R", b"E", b"F", b"k", b"D"
+CONFIG, ADD, ABORT, RESET, PREFIX, RESIZE, CLOSE = b"C", b"A", b"B", b"X", b"K", b"Z", b"Q"
+PROGRESS, READY, EVENTS, REFUSED, PREFIX_STATE, RESIZED, DEAD = b"P", b"R", b"E", b"F", b"k", b"z", b"D"
 
 
 class Abort(msgspec.Struct, array_like=True):
@@ -61,6 +61,22 @@ class PrefixState(msgspec.Struct, array_like=True):
     answer: dict[str, Any]
 
 
+class Resize(msgspec.Struct, array_like=True):
+    """An order to change the size of the KV cache; see engine.memory.PoolGovernor.resize."""
+
+    id: int
+    blocks: int | None
+    rest: bool
+
+
+class Resized(msgspec.Struct, array_like=True):
+    """The answer to the order of that id: the blocks that there are now, or why the size is fixed."""
+
+    id: int
+    blocks: int
+    error: str | None = None
+
+
 class Dead(msgspec.Struct, array_like=True):
     """The last message of an engine that cannot go on. config: the user's mistake, not a crash."""
 
@@ -77,6 +93,8 @@ _DECODERS: dict[bytes, Any] = {
     REFUSED: msgspec.msgpack.Decoder(Refused),
     PREFIX: msgspec.msgpack.Decoder(PrefixOrder),
     PREFIX_STATE: msgspec.msgpack.Decoder(PrefixState),
+    RESIZE: msgspec.msgpack.Decoder(Resize),
+    RESIZED: msgspec.msgpack.Decoder(Resized),
     DEAD: msgspec.msgpack.Decoder(Dead),
 }
 _ENCODER = msgspec.msgpack.Encoder()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,8 +21,8 @@ from octavo.engine.client import STOP_SECONDS
 from octavo.engine.messages import Progress
 from octavo.engine.served import Lease, Served
 from octavo.engine.split import Split
-from octavo.errors import AdmissionRefused, ConfigError, UnknownModel
-from octavo.request import SamplingParams
+from octavo.engine.warmup import warm_up
+from octavo.errors import ConfigError, UnknownModel
 from octavo.wording import complaints, hint
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,6 @@ INHERITED: frozenset[object] = frozenset({"device", "scheduler", "plugins"})
 OWN = frozenset({"model_adapter", "attention_backend"})
 """Settings of those groups that belong to one model all the same."""
 ALSO_INHERITED = frozenset({"enable_prefix_caching", "gpu_memory_utilization"})
-
-WARM_TOKENS = 4
-WARM_ROWS = (2, 4, *range(8, 65, 8))
-"""Sizes of decoding steps that a warm-up runs on a GPU; larger ones are captured when they come."""
 
 
 def beside(base: EngineConfig, model: str, settings: Mapping[str, Any]) -> EngineConfig:
@@ -196,21 +192,52 @@ class ModelTable:
             raise
         return model
 
-    async def replace(self, name: str, config: EngineConfig, *, warm: bool = True, timeout: float = 30.0) -> Served:
+    async def replace(
+        self, name: str, config: EngineConfig, *, warm: bool = True, timeout: float = 30.0, make_room: bool = False
+    ) -> Served:
         """Load another engine for a name that there is, and give it the name once it serves.
 
         The old engine's requests have `timeout` seconds to finish; it ends when they have. If the new
-        one does not start, the old one goes on. Raises what `start` raises.
+        one does not start, the old one goes on. make_room: the old engine's cache is shrunk first to
+        what its requests hold, and the new one's grows into the device when the old one has ended; both must be
+        elastic (--dynamic-memory). Raises what `start` raises.
         """
-        self.get(name)
+        old = self.get(name)
         self._generation += 1
         new = Served(name, config, self._generation)
-        await self.load(new, warm=warm)
-        old = self._models.get(name)
+        before = await self._shrink(old, config) if make_room else 0
+        try:
+            await self.load(new, warm=warm)
+        except BaseException:
+            if make_room:
+                await old.llm.resize_cache(before)
+            raise
+        last = self._models.get(name)
         self._models[name] = new  # from here on every request goes to the new one
-        if old is not None:
-            self._bid_farewell(old, timeout)
+        if last is not None:
+            farewell = self._bid_farewell(last, timeout)
+            if make_room:
+                self._task(self._grow(new, farewell))
         return new
+
+    async def _shrink(self, old: Served, config: EngineConfig) -> int:
+        """Give back what the requests of `old` do not hold; returns how many blocks it had."""
+        if not (config.dynamic_memory and old.config.dynamic_memory):
+            raise ConfigError(
+                "make_room needs --dynamic-memory for the old model and the new one: one gives its cache up, the other grows"
+            )
+        before = old.llm.stats.total_blocks or old.llm.info.num_blocks
+        left = await old.llm.resize_cache(1, rest=True)
+        log.info(
+            "model %r (load %d): %d of %d KV blocks make room for its successor", old.name, old.generation, before - left, before
+        )
+        return before
+
+    async def _grow(self, new: Served, farewell: asyncio.Task[None]) -> None:
+        await asyncio.wait({farewell})
+        if new.present and new.llm.alive:
+            blocks = await new.llm.resize_cache(None)
+            log.info("model %r (load %d) has %d KV blocks now that it is alone", new.name, new.generation, blocks)
 
     async def warm(self, name: str, prompts: list[str] | None = None) -> int:
         """Run prompts through a model before clients do; returns how many of their tokens were computed."""
@@ -325,7 +352,11 @@ class ModelTable:
             raise ConfigError(f"model {name!r} is behind the alias {', '.join(map(repr, pointing))}: change that first")
 
     def _bid_farewell(self, model: Served, timeout: float) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._farewell(model, timeout))
+        return self._task(self._farewell(model, timeout))
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Work that outlives whoever asked for it; `close` ends it."""
+        task = asyncio.create_task(work)
         self._farewells.add(task)
         task.add_done_callback(self._farewells.discard)
         return task
@@ -342,23 +373,6 @@ class ModelTable:
             log.info("model %r (load %d) is gone", model.name, model.generation)
         finally:
             self._leaving.discard(model)
-
-
-async def warm_up(llm: AsyncLLM, prompts: list[str] | None = None) -> int:
-    """Generate a little, so that the first clients do not pay for what happens once: on a GPU, kernels that are
-    compiled and graphs that are captured at the first step of their size. Returns the prompt tokens that
-    were computed. Raises what `generate` raises."""
-    params = SamplingParams(max_tokens=WARM_TOKENS, temperature=0.0)
-    computed = 0
-    for prompt in prompts or ["hello"]:
-        outputs = [output async for output in llm.generate(prompt, params)]
-        computed += len(outputs[-1].prompt_token_ids) - outputs[-1].num_cached_tokens
-    if llm.explain.get("device", {}).get("type") == "cuda":
-        with contextlib.suppress(AdmissionRefused):  # a pool too small for so many rows will never run so many
-            for rows in (n for n in WARM_ROWS if n <= llm.info.max_num_seqs):
-                many = SamplingParams(n=rows, max_tokens=WARM_TOKENS, ignore_eos=True)
-                _ = [output async for output in llm.generate("hello", many)]
-    return computed
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:

@@ -24,7 +24,7 @@ from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import send_records
-from octavo.errors import AdmissionRefused, OctavoError
+from octavo.errors import AdmissionRefused, ConfigError, OctavoError
 from octavo.request import Events
 
 if TYPE_CHECKING:
@@ -98,6 +98,9 @@ class EngineLoop:
                 engine.prefixes.reset()
             elif kind == messages.PREFIX:
                 self._send(messages.PREFIX_STATE, messages.PrefixState(body.id, _prefix(engine, body)))
+            elif kind == messages.RESIZE:
+                self._send(messages.RESIZED, _resized(engine, body))
+                self._send(messages.EVENTS, Events([], engine.stats()))
             elif kind == messages.CLOSE:
                 self._open = False
 
@@ -108,6 +111,13 @@ def _prefix(engine: Engine, order: messages.PrefixOrder) -> dict[str, Any]:
     answer = engine.prefixes.pin(order.tokens) if order.action == "pin" else engine.prefixes.unpin(order.tokens)
     built: dict[str, Any] = msgspec.to_builtins(answer)
     return built
+
+
+def _resized(engine: Engine, order: messages.Resize) -> messages.Resized:
+    try:
+        return messages.Resized(order.id, engine.resize_cache(order.blocks, rest=order.rest))
+    except ConfigError as fixed:
+        return messages.Resized(order.id, 0, str(fixed))
 
 
 def main(address: str) -> int:

@@ -36,12 +36,14 @@ LEAST_UTILIZATION, MOST_UTILIZATION = 0.85, 0.95
 class PoolRange:
     """Sizes of a pool that changes its size. start: the utilisation at which it is built, with start_blocks;
     per_unit: blocks that utilisation 1.0 has more than 0.0. least: blocks that it keeps whatever the rule
-    says, pins not counted: what one request of the full context holds."""
+    says, pins not counted: what one request of the full context holds. whole: what it would have been built
+    with, had nobody else held anything of the device; 0 where that is no more than start_blocks."""
 
     start: float
     start_blocks: int
     per_unit: float
     least: int
+    whole: int = 0
 
     def blocks(self, utilization: float) -> int:
         """The pool's size at this utilisation."""
@@ -50,7 +52,11 @@ class PoolRange:
     @property
     def most(self) -> int:
         """Blocks of the address range."""
-        return self.blocks(max(MOST_UTILIZATION, self.start))
+        return max(self.blocks(max(MOST_UTILIZATION, self.start)), self.whole)
+
+    def utilization(self, blocks: int) -> float:
+        """The utilisation at which the pool has this size."""
+        return self.start + (blocks - self.start_blocks) / self.per_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,20 +179,21 @@ def pool_range(config: EngineConfig, device: Device, sizing: Sizing) -> PoolRang
     """
     if not config.dynamic_memory:
         return None
-    if config.num_gpu_blocks is not None or config.kv_cache_memory_bytes is not None:
-        fixed = "--num-gpu-blocks" if config.num_gpu_blocks is not None else "--kv-cache-memory-bytes"
-        raise ConfigError(f"{fixed} fixes the KV cache, and --dynamic-memory moves its size: give one of them")
+    fixed = next((n for n in ("num_gpu_blocks", "kv_cache_memory_bytes", "memory_share") if getattr(config, n) is not None), None)
+    if fixed is not None:
+        raise ConfigError(f"{_flag(fixed)} fixes the KV cache, and --dynamic-memory moves its size: give one of them")
     if sizing.num_blocks < sizing.blocks_per_context:
         raise ConfigError(
             f"--dynamic-memory: the KV cache of {sizing.num_blocks} blocks does not hold one context ({sizing.blocks_per_context} "
             "blocks), below which it would never shrink: lower --max-model-len or give it more"
         )
-    start = config.gpu_memory_utilization
+    start, whole = config.gpu_memory_utilization, 0
     if device.type == "cuda" and config.num_gpu_blocks_override is None:
         per_unit = device.memory / sizing.block_bytes
+        whole = int(start * device.memory - sizing.weight_bytes - sizing.workspace_bytes) // sizing.block_bytes - 1
     else:
         per_unit = sizing.num_blocks / start
-    return PoolRange(start, sizing.num_blocks, per_unit, sizing.blocks_per_context)
+    return PoolRange(start, sizing.num_blocks, per_unit, sizing.blocks_per_context, whole)
 
 
 def host_slots(config: EngineConfig, block_bytes: int, free: int) -> int:

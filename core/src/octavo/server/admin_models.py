@@ -39,7 +39,7 @@ class NewModel(Wire):
 
     warm: run a prompt through it before it gets its name (default true). default: make it the default.
     replace: take the name over from the model that has it, which ends when its requests have, or after
-    `timeout` seconds. wait: answer when it serves (default true), or at once.
+    `timeout` seconds; make_room: with its KV cache given up first, and the new one's growing in the end. wait: answer when it serves (default true), or at once.
     """
 
     name: str = Field(min_length=1, max_length=256)
@@ -48,6 +48,7 @@ class NewModel(Wire):
     warm: bool | None = None
     default: bool | None = None
     replace: bool | None = None
+    make_room: bool | None = None
     timeout: float | None = Field(None, ge=0, le=86400)
     wait: bool | None = None
 
@@ -180,7 +181,8 @@ async def _load(table: ModelTable, body: NewModel, config: EngineConfig) -> Serv
     there = any(model.name == body.name for model in table.models)
     try:
         if body.replace is True and there:
-            model = await table.replace(body.name, config, warm=warm, timeout=timeout)
+            room = body.make_room is True
+            model = await table.replace(body.name, config, warm=warm, timeout=timeout, make_room=room)
         else:
             model = await table.add(body.name, config, warm=warm)
     except (ConfigError, LoadError, PluginError, AdmissionRefused) as error:
@@ -220,7 +222,7 @@ def _row(model: Served, table: ModelTable) -> dict[str, Any]:
         "running": llm.stats.running if llm else 0,
         "waiting": llm.stats.waiting if llm else 0,
         "free_blocks": llm.stats.free_blocks if llm else 0,
-        "blocks": llm.info.num_blocks if llm else 0,
+        "blocks": (llm.stats.total_blocks or llm.info.num_blocks) if llm else 0,
         "max_model_len": llm.info.max_model_len if llm else None,
         "device": llm.explain.get("device", {}).get("name") if llm else None,
         "device_bytes": llm.explain.get("device", {}).get("memory") if llm else None,
