@@ -30,9 +30,9 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), x float32 [T, H], weight float32 [H]:
-    a new tensor [T, H] of `dtype`."""
-    return _normalised(x, weight, eps).to(dtype)
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), x [T, H] float32 or, for a norm inside a block, of the
+    model's dtype, its rows dense and any distance apart; weight float32 [H]: a new tensor [T, H] of `dtype`."""
+    return _normalised(x.float(), weight, eps).to(dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class LatentNorm:
         self._weight = self._parameter.get()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._op(x.float(), self._weight, LATENT_NORM_EPS, self._dtype)  # type: ignore[no-any-return]
+        return self._op(x, self._weight, LATENT_NORM_EPS, self._dtype)  # type: ignore[no-any-return]
 
 
 class Expansion:
