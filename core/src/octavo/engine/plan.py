@@ -46,6 +46,9 @@ KV_DTYPES = {
     "bfloat16": "bfloat16",
     "float16": "float16",
 }
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Config keys of mixtures of experts, whose matrices the arithmetic over a dense decoder does not know."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 MAX_POSITIONS = 1 << 24
@@ -164,7 +167,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     stored = quantizer.accept.preferences.get("stored_values")
     weights = estimate_weight_bytes(facts, source.config, item) if dummy else source.weight_bytes(dtype, stored)
     smaller = quantizer.accept.preferences.get("linear_bytes", item)  # of weights that are quantised while they load
-    if not source.quantization_config:
+    if not source.quantization_config and not any(source.config.get(key) for key in EXPERTS):
         weights -= linear_parameters(facts, source.config) * (item - smaller)
     workspace = workspace_bytes(facts, source.config, limits, device, item)
     sizing = size_pool(config, device, groups, limits, weight_bytes=weights, workspace=workspace)
