@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from octavo.config import ServerConfig
 from octavo.errors import AdmissionRefused, ConfigError, EngineDead, RequestError
 from octavo.server.app import create_app
-from octavo.server.auth import OPEN
+from octavo.server.auth import OPEN, WATCHED
 from octavo.server.clients import frame
 from octavo.server.errors import to_api_error
 from octavo.server.serve import is_loopback
@@ -70,7 +70,7 @@ def test_no_route_is_open_unless_it_is_listed(app: FastAPI) -> None:
     for method, path in routes(app):
         if path in OPEN:
             continue
-        keys = (None, "wrong") if path.startswith("/admin") else (None, "wrong", ADMIN_KEY)
+        keys = (None, "wrong") if path.startswith("/admin") or path in WATCHED else (None, "wrong", ADMIN_KEY)
         for key in keys:
             assert ask(app, method, path, key).status_code == 401, f"{method} {path} with key {key}"
         right = ADMIN_KEY if path.startswith("/admin") else API_KEYS[1]

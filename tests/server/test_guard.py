@@ -82,10 +82,14 @@ def test_any_of_the_keys_opens_client_routes(header: str) -> None:
     assert ask("/v1/models", header).status_code == 200
 
 
-def test_admin_routes_need_an_admin_key_and_an_admin_key_opens_nothing_else() -> None:
+def test_admin_routes_need_an_admin_key_which_opens_what_operators_watch_and_nothing_else() -> None:
     assert ask("/admin/status", "Bearer admin-secret").status_code == 200
     assert ask("/admin/status", "Bearer first-secret").status_code == 403
     assert ask("/v1/models", "Bearer admin-secret").status_code == 401
+    for path in ("/metrics", "/scale"):
+        assert ask(path, "Bearer admin-secret").extensions["principal"].admin
+        assert not ask(path, "Bearer first-secret").extensions["principal"].admin
+        assert ask(path + "/", "Bearer admin-secret").status_code == 401
 
 
 def test_without_admin_keys_admin_routes_are_off() -> None:

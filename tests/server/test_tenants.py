@@ -551,6 +551,15 @@ def test_sighup_reads_the_file_again_and_a_broken_one_changes_nothing(tenanted: 
     assert SECRET not in tenanted.text
 
 
+def test_a_tenant_sees_its_own_share_in_the_metrics_and_an_administrator_everybodys(tenanted: Server) -> None:
+    with tenanted.client(key("open")) as client:
+        mine = client.get("/metrics").text
+    with tenanted.client(ADMIN_KEY) as client:
+        everything = client.get("/metrics").text
+    assert 'tenant="open"' in mine and 'tenant="flood"' not in mine and 'tenant="few"' not in mine
+    assert 'tenant="open"' in everything and 'tenant="flood"' in everything
+
+
 def test_no_key_is_in_the_log_or_the_metrics_and_tenants_are_known_by_name(tenanted: Server) -> None:
     with tenanted.client(key("open")) as client:
         page = client.get("/metrics").text

@@ -14,6 +14,8 @@ from octavo.server.tenants import Principal, Tenants
 
 OPEN = frozenset({"/health", "/ping", "/ready"})
 ADMIN = "/admin"
+WATCHED = frozenset({"/metrics", "/scale"})
+"""What an admin key opens beside /admin: an operator watches all tenants, and a tenant itself."""
 
 
 class Guard:
@@ -21,7 +23,7 @@ class Guard:
 
     Client routes need the key of a tenant, unless the server has none at all; everything under
     /admin needs an admin key, and without admin keys those routes are off. An admin key opens
-    /admin and nothing else.
+    /admin and WATCHED, and nothing else.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
@@ -43,6 +45,8 @@ class Guard:
     def _check(self, path: str, key: str | None) -> Principal | ApiError:
         if path == ADMIN or path.startswith(ADMIN + "/"):
             return self._check_admin(key)
+        if path in WATCHED and key is not None and key in self._tenants.admins:
+            return Principal("admin", admin=True)
         if not self._tenants:
             return self._tenants.nobody
         found = None if key is None else self._tenants.find(key)

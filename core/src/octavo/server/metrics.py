@@ -210,12 +210,17 @@ class Metrics(Collector):
     ) -> None:
         self._views, self._vllm, self._gpus, self._watch, self._limited = views, vllm_names, gpus, watch, tenants
         self.http: Counter[tuple[str, str]] = Counter()  # (route, status)
+        self._only: str | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def render(self) -> bytes:
-        """Prometheus' text format."""
+    def render(self, *, only: str | None = None) -> bytes:
+        """Prometheus' text format. only: of tenants, show this one alone."""
+        self._only = only
         return generate_latest(self._registry)
+
+    def _shown(self, tenant: str) -> bool:
+        return self._only is None or tenant == self._only
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
@@ -278,13 +283,15 @@ class Metrics(Collector):
             family = CounterMetricFamily("octavo_" + name, text, labels=["model_name", "tenant"])
             for view in views:
                 for tenant, share in view.counts.tenants.items():
-                    family.add_metric([view.name, tenant or "-"], getattr(share, field))
+                    if self._shown(tenant):
+                        family.add_metric([view.name, tenant or "-"], getattr(share, field))
             yield family
 
         family = CounterMetricFamily(
             "octavo_tenant_limited", "Requests refused with 429 by a limit of their tenant.", labels=["tenant", "limit"]
         )
-        for quota in self._limited.quotas if self._limited is not None else ():
+        quotas = self._limited.quotas if self._limited is not None else []
+        for quota in (quota for quota in quotas if self._shown(quota.tenant)):
             for limit, count in quota.refused.items():
                 family.add_metric([quota.tenant, limit], count)
         yield family

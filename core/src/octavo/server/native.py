@@ -73,10 +73,12 @@ async def load(state: State) -> dict[str, Any]:
 
 
 @router.get("/metrics", tags=["state"])
-async def metrics(state: State) -> Response:
-    """Prometheus' text format."""
+async def metrics(request: Request, state: State) -> Response:
+    """Prometheus' text format. A tenant sees its own share alone, an admin key everybody's."""
     await asyncio.to_thread(state.gpus.read)  # so that the page finds a fresh look and does not wait for the driver
-    return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    caller = principal(request)
+    page = state.metrics.render(only=None if caller.admin else caller.tenant)
+    return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.post("/generate", tags=["generation"], openapi_extra=openapi.body(GenerateRequest))
