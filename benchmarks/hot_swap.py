@@ -3,7 +3,8 @@
     python benchmarks/hot_swap.py MODEL [--streams 50] [--rounds 5] [-- flags of `octavo serve`]
 
 A server serves MODEL; a second engine of it is added beside the first while streams run, becomes the
-default and gives way again, `rounds` times; then the second is removed. A switch is measured from the
+default and gives way again, `rounds` times; then the second is removed. With --replace the first is replaced
+under its own name, its cache making room (the server needs --dynamic-memory). A switch is measured from the
 administrator's request to the first token of the new default, by a process that does nothing else: the
 streams have one of their own. Loopback only.
 """
@@ -146,12 +147,44 @@ async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, A
         return told
 
 
+async def replace(url: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    ours, theirs = multiprocessing.Pipe()
+    work = multiprocessing.get_context("spawn").Process(
+        target=carrier, args=(url, args.streams, args.tokens, theirs), daemon=True
+    )
+    async with httpx.AsyncClient(base_url=url, timeout=300, headers={"Authorization": f"Bearer {KEY}"}) as admin:
+
+        async def state() -> dict[str, Any]:
+            told = (await admin.get("/admin/models")).json()
+            rows = [*told["models"], *told["leaving"]]
+            return {f"load {row['generation']} {row['state']}": row["blocks"] for row in rows} | await memory(admin)
+
+        told: dict[str, Any] = {"before": await state()}
+        work.start()
+        await asyncio.to_thread(ours.recv)
+        began = time.perf_counter()
+        body = {"name": "first", "model": model, "replace": True, "make_room": True, "settings": args.settings, "timeout": 60}
+        answer = await admin.post("/admin/models", json=body)
+        told["seconds until the new engine had the name"] = round(time.perf_counter() - began, 2)
+        told["answer"] = answer.status_code if answer.status_code == 201 else answer.text
+        told["then"] = await state()
+        while (await admin.get("/admin/models")).json()["leaving"]:
+            await asyncio.sleep(0.1)
+        told["seconds until the old engine had ended"] = round(time.perf_counter() - began, 2)
+        await asyncio.sleep(2)
+        told["after"] = await state()
+        ours.send("stop")
+        told["streams ended"], told["streams lost"] = await asyncio.to_thread(ours.recv)
+        return told
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("model")
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--replace", action="store_true")
     parser.add_argument("--settings", type=json.loads, default={}, help="settings of the second model, as JSON")
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:cut])
@@ -160,7 +193,8 @@ def main() -> int:
         log = Path(folder) / "log"
         process, url = start(args.model, args.flags, log)
         try:
-            print(json.dumps(asyncio.run(measure(url, args.model, args)), indent=1), flush=True)
+            work = replace if args.replace else measure
+            print(json.dumps(asyncio.run(work(url, args.model, args)), indent=1), flush=True)
         except BaseException:
             print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
             raise
