@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo_quant_awq.packing import BLOCK, TILE, blocked, paired
 
 Kernel = Literal["auto", "cuda", "triton"]
-SCRATCH = 64 << 20
+SCRATCH = 128 << 20
 """Weights that are dequantised at a time, in elements: a bound on the memory that a step takes besides."""
 
 
