@@ -15,7 +15,7 @@ from torch import Tensor
 OPERATOR_GROUPS = (256, 128, 64, 32)
 """Groups that torch's operator knows."""
 OPERATOR_ROWS = 48
-"""Rows of x up to which torch's operator is faster than dequantising (SmolLM2's shapes, one thread of an AMX processor)."""
+"""Rows of x up to which torch's operator is faster than dequantising (SmolLM2's shapes, one thread)."""
 PANEL = 64
 """Rows that torch's operator keeps together (fewer at the end of a matrix)."""
 BUFFER = 1 << 20
