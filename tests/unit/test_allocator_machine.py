@@ -89,8 +89,8 @@ class Calls(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        self.paging.lossless &= not self.paging.allocator.evict()
-        self.paging.verify()
+        self.paging.evict()
+        self.paging.lossless = False
 
     @precondition(running)
     @rule(data=st.data())

@@ -148,6 +148,12 @@ class Paging:
         self.verify()
         return pinned
 
+    def evict(self) -> None:
+        """Drop every cached prefix from the pool; host memory may keep it."""
+        self.lossless &= not self.allocator.evict() or bool(self.parts.host_slots)
+        self._apply_drained()
+        self.verify()
+
     def resize(self, num_blocks: int) -> int:
         """Grow or shrink the pool; what lies past its end is gone once the copies have been done."""
         before = self.allocator.usage()
