@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from octavo.catalog import Accept, Device, Needs, Reject
+from octavo.catalog import Accept, Device, Needs
 from octavo.config import EngineConfig
 from octavo.engine.build import build_engine
 from octavo.engine.engine import Engine
@@ -334,62 +334,7 @@ def test_a_checkpoint_with_a_kv_cache_scheme_has_an_fp8_cache_unless_told_otherw
     assert engine(folder, kv_cache_dtype="float32").explain["values"]["kv_cache_dtype"]["value"] == "float32"
 
 
-# ---------------------------------------------------------------- what is taken and refused
-
-
-def ask(method: str, config: dict[str, Any], device: Device | None = None, dtype: str = "bfloat16") -> Accept | Reject:
-    facts = {"method": method, "config": config, "architecture": "LlamaForCausalLM"}
-    return provider.accepts(Needs("quantizer", device or Device(), dtype, facts), provider.Fp8Options())
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect_is_accepted(dialect: str) -> None:
-    config = DIALECTS[dialect][0]
-    assert isinstance(ask(config["quant_method"], config), Accept)
-
-
-GROUP = compressed("channel", inputs("token"))["config_groups"]["group_0"]
-WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("awq", {"quant_method": "awq"}, "not 'awq'"),
-    ("", {}, "not quantised, and nobody asked"),
-    ("fp8", {"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
-    ("fp8", {"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
-    ("fp8", {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}, "static"),
-    ("compressed-tensors", {"quant_method": "compressed-tensors"}, "without config_groups"),
-    ("compressed-tensors", {"format": "pack-quantized", "config_groups": {"g": GROUP}}, "pack-quantized"),
-    ("compressed-tensors", {"format": "float-quantized", "config_groups": {"g": GROUP | {"targets": ["re:.*q_proj"]}}}, "targets"),
-    ("compressed-tensors", {"format": "float-quantized", "config_groups": {"g": GROUP | {"weights": {"num_bits": 4, "type": "int"}}}}, "4-bit int"),
-    ("compressed-tensors", compressed("group", None), "strategy 'group'"),
-    ("compressed-tensors", compressed("block", inputs("token")), "dynamic groups of 128"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("method", "config", "reason"), WRONG)
-def test_what_is_not_read_is_rejected_with_the_reason(method: str, config: dict[str, Any], reason: str) -> None:
-    import re
-
-    answer = ask(method, config)
-    assert isinstance(answer, Reject) and re.search(reason, answer.reason), answer
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "reason"),
-    [
-        ((7, 5), "float16", "7.5 .* below 8.0"),
-        ((9, 0), "float32", "dtype float32"),
-        ((8, 0), "bfloat16", None),
-        ((9, 0), "bfloat16", None),
-    ],
-)
-def test_hardware_is_taken_or_refused_with_the_reason(capability: tuple[int, int], dtype: str, reason: str | None) -> None:
-    import re
-
-    answer = ask("fp8", {}, Device("cuda", name="a GPU", capability=capability), dtype)
-    if reason is None:
-        assert isinstance(answer, Accept)
-        assert ("no FP8 units" in answer.reason) == (capability < (8, 9))
-    else:
-        assert isinstance(answer, Reject) and re.search(reason, answer.reason)
+# ---------------------------------------------------------------- the plan
 
 
 def test_an_unknown_format_names_what_each_quantizer_said(model: Path, tmp_path: Path) -> None:
@@ -409,5 +354,13 @@ def test_room_for_the_cache_is_what_quantised_weights_leave(model: Path) -> None
     matrices = [t.numel() for n, t in load_file(model / "model.safetensors").items() if n.endswith("_proj.weight")]
     assert linear_parameters(facts, config) == sum(matrices)
     assert estimate_weight_bytes(facts, config, 2) == 2 * (sum(matrices) + 2 * 512 * 192)
-    answer = ask("fp8", {}, Device("cuda", capability=(9, 0)))
+    needs = Needs("quantizer", Device("cuda", capability=(9, 0)), "bfloat16", {"method": "fp8", "config": {}})
+    answer = provider.accepts(needs, provider.Fp8Options())
     assert isinstance(answer, Accept) and answer.preferences["linear_bytes"] == 1
+
+
+def test_a_weight_that_is_not_a_number_is_refused_by_name() -> None:
+    stored, _ = by_channel(torch.randn(8, 16))
+    stored["weight"].view(torch.uint8)[3, 5] = 0xFF
+    with pytest.raises(LoadError, match=r"m\.down_proj: 1 weights are NaN"):
+        linear(compressed("channel", None), named("down_proj", stored), {"down_proj": 8}, 16)

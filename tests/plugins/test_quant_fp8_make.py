@@ -184,3 +184,20 @@ def test_large_models_are_written_in_shards(model: Path, tmp_path: Path, monkeyp
         and files[0].endswith(f"-of-{len(files):05}.safetensors")
     )
     assert len(score(engine(tmp_path / "out"), [IDS])[0]) == len(IDS) - 1
+
+
+def test_the_command_makes_a_checkpoint_and_says_what_it_did(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from octavo.cli import main as cli
+
+    monkeypatch.setattr("octavo.plugins.discover", lambda plugins=None, **kw: CATALOG)
+    assert cli.main(["quantize", "fp8", "--show"]) == 0
+    assert "--set weights=..." in capsys.readouterr().out
+    (tmp_path / "text").write_text(TEXT)
+    words = ["quantize", "fp8", str(model), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert cli.main([*words, "--calibrate", str(tmp_path / "text")]) == 0
+    told = capsys.readouterr()
+    assert "matrices: 14" in told.out and "KV scales: 2 layers" in told.out and "octavo: quantising" in told.err
+    assert cli.main(["quantize", "fp8", str(model)]) == 2
+    assert "--out must be given" in capsys.readouterr().err
