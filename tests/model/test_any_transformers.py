@@ -35,7 +35,6 @@ MODELS = {
     "cohere2, windows and scaled logits": config(
         "cohere2", "Cohere2ForCausalLM", **SIZES, sliding_window=7, layer_types=["sliding_attention", "full_attention"]
     ),
-    "starcoder2, window": config("starcoder2", "Starcoder2ForCausalLM", **SIZES, sliding_window=9),
     "olmoe, experts": config("olmoe", "OlmoeForCausalLM", **SIZES, num_experts=6, num_experts_per_tok=2),
     "gpt-oss, sinks": config(
         "gpt_oss", "GptOssForCausalLM", **SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=7

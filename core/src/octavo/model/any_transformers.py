@@ -9,8 +9,11 @@ The speed cost is real, and `accepts` states it. Loads torch and transformers on
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import LoadError
@@ -39,11 +42,7 @@ class TransformersAdapter:
     def facts(self, config: Mapping[str, Any], dtype: str, kv_dtype: str) -> ModelFacts:
         """Geometry, as one pass over the model without weights shows it. kv_dtype "auto" is the model's dtype. LoadError, naming
         the reason, for a model that cannot be served this way."""
-        from octavo.model.transformers_probe import parse, probe
-
-        parsed = parse(config)
-        refuse(parsed)
-        calls = probe(parsed)
+        parsed, calls = _look(json.dumps(config))
         layers = tuple(_layer(index, call) for index, call in enumerate(calls))
         kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
         return ModelFacts(
@@ -68,12 +67,9 @@ class TransformersAdapter:
 
     def build(self, config: Mapping[str, Any], parts: ModelParts) -> Model:
         from octavo.model.transformers_model import PagedTransformers
-        from octavo.model.transformers_probe import parse, probe
 
-        parsed = parse(config)
-        refuse(parsed)
-        calls = probe(parsed)
-        model = PagedTransformers(parsed, calls, [_layer(index, call) for index, call in enumerate(calls)], parts)
+        parsed, calls = _look(json.dumps(config))
+        model = PagedTransformers(deepcopy(parsed), calls, [_layer(index, call) for index, call in enumerate(calls)], parts)
         self._map = model.map
         return model
 
@@ -87,6 +83,16 @@ class TransformersAdapter:
 
     def recommend(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
+
+
+@lru_cache(maxsize=4)
+def _look(config: str) -> tuple[Any, tuple[Call, ...]]:
+    """transformers' object of a config.json's text, and the attention of its model: the plan asks, then the build."""
+    from octavo.model.transformers_probe import parse, probe
+
+    parsed = parse(json.loads(config))
+    refuse(parsed)
+    return parsed, tuple(probe(parsed))
 
 
 def _layer(index: int, call: Call) -> AttentionLayer:

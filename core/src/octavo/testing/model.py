@@ -168,7 +168,7 @@ class ModelSuite:
         declared = self.build(case).declared
         tensors = self.oracle(case).tensors
         canonical = getattr(self.target.adapter(None, None), "canonical", lambda name: name)
-        for name in (next(iter(tensors)), *[n for n in list(tensors)[-2:] if not declared[canonical(n)][2]]):
+        for name in {next(iter(tensors)), next(n for n in reversed(list(tensors)) if not declared[canonical(n)][2])}:
             rest = {key: tensor for key, tensor in tensors.items() if key != name}
             with pytest.raises(AssertionError, match="not in the checkpoint"):
                 BareModel(self.target.adapter(None, None), self.target.configs[case], rest)
