@@ -185,6 +185,31 @@ def test_echo_alone_is_the_prompt_and_its_values(client: httpx.Client) -> None:
     assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
 
 
+def test_values_of_a_prompt_come_once_in_a_stream_and_equal_the_whole_answers(client: httpx.Client) -> None:
+    body = {**TEXT, "prompt": [9] * 200, "prompt_logprobs": 3, "n": 2}
+    whole = ask(client, "/v1/completions", body)["choices"]
+    chunks = [c["choices"][0] for c in stream(client, "/v1/completions", body)[:-1]]
+    for index in (0, 1):
+        found = [c["prompt_logprobs"] for c in chunks if c["index"] == index and "prompt_logprobs" in c]
+        assert len(found) == 1 and alike(found[0], whole[index]["prompt_logprobs"]) and len(found[0]) == 200
+
+
+def test_more_values_of_a_prompt_than_one_answer_holds_are_refused() -> None:
+    from octavo.errors import RequestError
+    from octavo.request import ModelInfo, SamplingParams
+    from octavo.server.limits import MAX_PROMPT_VALUES
+    from octavo.server.runs import resolve
+
+    info = ModelInfo(
+        model="m", vocab_size=512, max_model_len=1 << 20, num_blocks=1, block_size=1, kv_cache_tokens=1, dtype="float32"
+    )
+    ids = [9] * (MAX_PROMPT_VALUES // 21)
+    assert resolve(ids, SamplingParams(prompt_logprobs=20), info).prompt_logprobs == 20
+    with pytest.raises(RequestError) as caught:
+        resolve([*ids, 9, 9], SamplingParams(prompt_logprobs=20), info)
+    assert caught.value.param == "prompt_logprobs"
+
+
 def test_logprobs_are_those_of_transformers(client: httpx.Client, long_tiny: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM

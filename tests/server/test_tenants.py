@@ -343,7 +343,9 @@ def tenanted(long_tiny: Path, keys_file: Path, tmp_path_factory: pytest.TempPath
     """A server whose keys come from a file. One request at a time runs, so that sharing shows."""
     flags = [*FLAGS, "--admin-api-key", ADMIN_KEY, "--api-keys-file", str(keys_file), "--scheduling-policy", "priority"]
     flags[flags.index("--max-num-seqs") + 1] = "2"
-    running = Server(long_tiny, tmp_path_factory.mktemp("tenanted") / "log", *flags)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OCTAVO_API_KEYS", json.dumps({"tenants": [{"name": "environ", "key": key("environ")}]}))
+        running = Server(long_tiny, tmp_path_factory.mktemp("tenanted") / "log", *flags)
     try:
         yield running.ready()
     finally:
@@ -367,6 +369,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 def test_keys_of_the_file_open_the_server_and_others_do_not(tenanted: Server) -> None:
     assert ask(tenanted, "open").status_code == 200
     assert error_of(ask(tenanted, "nobody"), 401)["code"] == "invalid_api_key"
+
+
+def test_keys_of_the_environment_open_it_too_and_stay_in_the_servers_process(tenanted: Server) -> None:
+    assert ask(tenanted, "environ").status_code == 200
+    assert key("environ") not in str(tenanted.engine().environ())
 
 
 def test_more_tokens_than_the_key_may_ask_for_are_refused_and_an_omitted_number_is_cut_down(tenanted: Server) -> None:
@@ -544,7 +551,7 @@ def test_sighup_reads_the_file_again_and_a_broken_one_changes_nothing(tenanted: 
         running = pool.submit(lambda: ask(tenanted, "quiet", **body))
         time.sleep(0.2)
         write(keys_file, ["open", "newcomer"])
-        reload("tenants reloaded: 2 in force; new: newcomer; gone: ")
+        reload("tenants reloaded: 3 in force; new: newcomer; gone: ")
         assert running.result().status_code == 200, "a request that runs is not touched"
     assert ask(tenanted, "newcomer").status_code == 200
     assert ask(tenanted, "quiet").status_code == 401

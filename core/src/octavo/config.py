@@ -171,3 +171,11 @@ class ServerConfig(_Config):
     otlp_traces_endpoint: str | None = _field(
         None, "OTLP/HTTP address that traces are sent to (needs octavo[otel]); none are made without it.", group="server"
     )
+
+
+SECRET_VARIABLES = frozenset(
+    f"OCTAVO_{name.upper()}"
+    for name, info in ServerConfig.model_fields.items()
+    if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("secret")
+)
+"""Environment variables that hold keys: no process needs them but the server's own."""

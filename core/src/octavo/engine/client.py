@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from octavo.config import EngineConfig
+from octavo.config import SECRET_VARIABLES, EngineConfig
 from octavo.engine import messages
 from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import LIMIT, relay
@@ -75,7 +75,7 @@ class EngineProcess:
         self._socket.bind(address)
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "octavo.engine.process", address, *(["relay"] if self._relay_log else [])),
-            env=dict(os.environ),
+            env={name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
             stderr=asyncio.subprocess.PIPE if self._relay_log else None,
             limit=LIMIT,
         )

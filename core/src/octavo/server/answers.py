@@ -6,6 +6,7 @@ exactly what the whole answer says. Never talks to the engine or the client.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -155,10 +156,16 @@ class CompletionAnswer(_Answer):
     async def frames(self, deltas: Deltas) -> AsyncIterator[bytes]:
         async for job, output in deltas:
             self._count(job, output)
-            choices = [self._choice(job, output, s) for s in output.outputs if _says_something(s) or self._opens(job, s)]
-            if choices:
-                yield b"".join(self._chunk([choice]) for choice in choices)
+            # The values of a long prompt are many: a first piece with them is no work for the event loop.
+            begins = output.prompt_token_logprobs is not None and any(self._opens(job, s) for s in output.outputs)
+            data = await asyncio.to_thread(self._pieces, job, output) if begins else self._pieces(job, output)
+            if data:
+                yield data
         yield self._last()
+
+    def _pieces(self, job: int, output: RequestOutput) -> bytes:
+        choices = [self._choice(job, output, s) for s in output.outputs if _says_something(s) or self._opens(job, s)]
+        return b"".join(self._chunk([choice]) for choice in choices)
 
     def _count(self, job: int, output: RequestOutput) -> None:
         if self._prompt_only:
@@ -169,8 +176,8 @@ class CompletionAnswer(_Answer):
         return job * self._jobs[job].params.n + sample.index
 
     def _opens(self, job: int, sample: CompletionOutput) -> bool:
-        """Whether this sample still has to say its prompt."""
-        return self._echo and self._index(job, sample) not in self._begun
+        """Whether this sample still has to say its prompt, or what the prompt's values are."""
+        return (self._echo or self._want_prompt_logprobs) and self._index(job, sample) not in self._begun
 
     def _choice(self, job: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         index, prompt = self._index(job, sample), self._texts[job]

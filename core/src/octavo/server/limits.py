@@ -17,6 +17,7 @@ from octavo.server.errors import ApiError
 
 MAX_SAMPLES = 1024  # sequences of one HTTP request: prompts x max(n, best_of)
 MAX_PROMPTS = 1024
+MAX_PROMPT_VALUES = 1 << 19  # log-probabilities of one prompt: its tokens x (1 + alternatives)
 MAX_MESSAGES = 8192
 MAX_LOGIT_BIAS = 4096
 MAX_HEAD = 64 << 10  # bytes of a request's line and headers

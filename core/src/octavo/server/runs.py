@@ -18,11 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.async_llm import AsyncLLM
+from octavo.errors import RequestError
 from octavo.request import ModelInfo, SamplingParams, check_request
 from octavo.server.clients import ClientGone, EventStream, while_connected
 from octavo.server.errors import ApiError, DeadlineExceeded, to_api_error
 from octavo.server.generation import Generation, Job
-from octavo.server.limits import MAX_PROMPTS, MAX_SAMPLES, read_body
+from octavo.server.limits import MAX_PROMPT_VALUES, MAX_PROMPTS, MAX_SAMPLES, read_body
 from octavo.server.protocol import MAX_DEADLINE, Sampling, prompts
 from octavo.server.service import Service, principal
 from octavo.server.tenant_file import Limits
@@ -30,6 +31,7 @@ from octavo.server.wire import SMALL, Wire, parse
 from octavo.text.output import RequestOutput
 
 M = TypeVar("M", bound=Wire)
+_MANY_IDS = 4096  # of prompts, which an answer may have to spell out
 _MANY_VALUES = 1000  # of an answer: about a millisecond of work
 _encode = msgspec.json.Encoder().encode
 
@@ -71,7 +73,8 @@ async def run(
         record.at_end.append(lambda _: place.close())
         priority, deadline = state.priority(body.priority, request, llm), deadline_of(body, request)
         jobs = within(await while_connected(request, prepare(llm)), body, caller.limits)
-        caller.quota.admit_prompt(sum(len(job.ids) for job in jobs))
+        ids = sum(len(job.ids) for job in jobs)
+        caller.quota.admit_prompt(ids)
         generation = Generation(
             llm,
             jobs,
@@ -82,7 +85,7 @@ async def run(
             domain=_domain(caller.domain, body.cache_salt),
             delta=bool(body.stream),
         )
-        form = shape(record.id, jobs, llm)
+        form = shape(record.id, jobs, llm) if ids < _MANY_IDS else await asyncio.to_thread(shape, record.id, jobs, llm)
         await while_connected(request, generation.start())
         if body.stream:
             streaming = True
@@ -199,6 +202,14 @@ def resolve(ids: list[int], params: SamplingParams, info: ModelInfo, default_tok
     if params.max_tokens is None and default_tokens is not None:
         room = max(info.max_model_len - len(ids), 1)
         params = msgspec.structs.replace(params, max_tokens=min(max(default_tokens, params.min_tokens), room))
+    values = 0 if params.prompt_logprobs is None else len(ids) * (1 + params.prompt_logprobs)
+    if values > MAX_PROMPT_VALUES:
+        raise RequestError(
+            f"prompt_logprobs: {len(ids)} prompt tokens with {params.prompt_logprobs} alternatives each are {values} values, more "
+            f"than the {MAX_PROMPT_VALUES} of one prompt",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
     return check_request(ids, params, info)
 
 
