@@ -36,14 +36,15 @@ class LLM:
             config = EngineConfig(model=model, **{"max_num_queued_reqs": 0, **options})
         except ValidationError as error:
             raise ConfigError(complaints("LLM", EngineConfig, error)) from error
+        prefixes = read_prefixes(config.warm_prefixes) if config.warm_prefixes else []
         plan = plan_engine(config, discover(config.plugins))
         self.config = config
         self.tokenizer = Tokenizer.from_source(plan.source, config)
         self.engine = build_from_plan(plan)
         self._processor = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
-        if config.warm_prefixes:
-            self._warm(read_prefixes(config.warm_prefixes))
+        if prefixes:
+            self._warm(prefixes)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
