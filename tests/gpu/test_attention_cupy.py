@@ -10,6 +10,7 @@ import math
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "attention_cupy" 
 from octavo.bench.kernel import cuda_device
 from octavo.testing.attention import AttentionSuite, AttentionTarget, check
 from octavo.testing.paged import Shape, reference, stored
-from octavo_attention_cupy.provider import provider
+from octavo_attention_cupy.provider import CupyOptions, provider
 
 from tests.engine.harness import alone, make_engine, request
 
@@ -34,8 +35,8 @@ LENGTHS = (1, 15, 64, 65, 127, 128, 129, 257, 1000, 40, 300, 700)
 WORK = [(i, n - 1, 1) for i, n in enumerate(LENGTHS[:9])] + [(9, 0, 40), (10, 0, 300), (11, 200, 500)]
 
 
-def target() -> AttentionTarget:
-    return AttentionTarget(provider, cuda_device(), (BF16, FP16))
+def target(**options: Any) -> AttentionTarget:
+    return AttentionTarget(provider, cuda_device(), (BF16, FP16), CupyOptions(**options))
 
 
 class TestCupy(AttentionSuite):
@@ -58,9 +59,10 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("prefill", ["auto", "portable"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_float64_says_is_what_comes_out(shape: Shape) -> None:
-    scene = target().scene(shape, LENGTHS)
+def test_what_float64_says_is_what_comes_out(shape: Shape, prefill: str) -> None:
+    scene = target(prefill=prefill).scene(shape, LENGTHS)
     scene.fill([*(n - 1 for n in LENGTHS[:9]), 0, 0, 200])
     check(scene, WORK, lse=True)
 
@@ -74,10 +76,11 @@ def test_a_row_of_many_parts_is_added_up_the_same_way_every_time(kv_dtype: str |
         assert torch.equal(one.out, other.out), "out differs between runs"
 
 
-def test_more_rows_than_blocks_share_them() -> None:
-    """Every block walks over many segments, of many rows."""
-    lengths = [1 + 37 * i % 300 for i in range(500)]
-    scene = target().scene(Shape((8, 2), 64, block_size=16, dtype=BF16), lengths)
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_more_rows_than_blocks_share_them(kv_dtype: str | None) -> None:
+    """The kernel for a crowd; every block walks over many segments, of many rows."""
+    lengths = [1 + 37 * i % 300 for i in range(300)]
+    scene = target().scene(Shape((8, 2), 128, block_size=16, dtype=BF16, kv_dtype=kv_dtype), lengths)
     scene.fill([n - 1 for n in lengths])
     check(scene, [(i, n - 1, 1) for i, n in enumerate(lengths)], lse=True)
 

@@ -328,6 +328,11 @@ def test_every_shape_has_a_kernel_that_fits_in_shared_memory(memory: tuple[int, 
                 assert choice.stages >= 2
                 assert choice.shared <= memory[0]
                 assert (choice.shared + 1024) * choice.blocks <= memory[1]
+            for hopper in (False, True):
+                tile = prefill_choice(
+                    k_dim=dim, v_dim=dim, element=element, shared_block=memory[0], hopper=hopper and memory[0] > 200_000
+                )
+                assert tile.shared <= memory[0]
 
 
 @pytest.mark.parametrize(

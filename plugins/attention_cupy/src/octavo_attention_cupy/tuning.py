@@ -99,16 +99,19 @@ class PrefillChoice:
 
 
 def prefill_choice(*, k_dim: int, v_dim: int, element: int, shared_block: int, hopper: bool) -> PrefillChoice:
-    """hopper: capability 9.0. Raises ValueError if two tiles of 64 tokens do not fit in shared memory."""
+    """hopper: capability 9.0. Raises ValueError if no tile of 64 tokens fits in shared memory."""
     if hopper and k_dim == v_dim and k_dim in (64, 128):
         # Queries (two sets, or one where FP8 bytes need the room), two tiles of 16-bit K and V, two of bytes, a word a thread,
         # and barriers.
         fp8 = element == 1
         shared = (1 if fp8 else 2) * 128 * k_dim * 2 + 2 * 128 * (k_dim + v_dim) * (3 if fp8 else 2) + 64 + 1024 + 160
         return PrefillChoice("prefill_hopper", 128, 512 if fp8 else 384, shared, {})
-    shared = 2 * 64 * (k_dim + v_dim) * element + 64 * k_dim * 2 + 16 + 64 * 4
-    if shared > shared_block:
-        raise ValueError(
-            f"prefill of dims {k_dim} and {v_dim} needs {shared} bytes of shared memory, a block may have {shared_block}"
-        )
-    return PrefillChoice("prefill", 64, 128, shared, {"WARPS": 4})
+    most = 2 if max(k_dim, v_dim) <= 128 else 1
+    for m_tiles, stages in ((most, 2), (1, 2), (1, 1)):
+        rows = 4 * 16 * m_tiles
+        shared = stages * 64 * (k_dim + v_dim) * element + rows * k_dim * 2 + stages * 8 + rows * 4
+        if shared <= shared_block:
+            return PrefillChoice("prefill", rows, 128, shared, {"WARPS": 4, "M_TILES": m_tiles, "STAGES": stages})
+    raise ValueError(
+        f"prefill of dims {k_dim} and {v_dim} needs {shared} bytes of shared memory, a block may have {shared_block}"
+    )

@@ -1,23 +1,23 @@
 // Paged prefill: rows with several new tokens. Online softmax over tiles of 64 tokens (FlashAttention-2).
 //
 // A block attends ROWS matrix rows, which are new tokens times the query heads of one KV head, so that a short chunk fills
-// the product. Tiles of K and V arrive by asynchronous copies, one tile ahead. Rows are masked only in tiles that the
-// diagonal, the end of the row or a window's edge crosses.
+// the product. A warp has M_TILES times 16 of them, which share what it reads and converts of K and V. Tiles of K and V arrive by
+// asynchronous copies. Rows are masked only in tiles that the diagonal, the end of the row or a window's edge crosses.
 //
-// Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM, SOFTCAP, WARPS.
+// Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM, SOFTCAP, WARPS, M_TILES, STAGES (2: tiles arrive one
+// ahead; 1: where shared memory holds no more).
 #include "layout.cuh"
 #include "prefill_args.cuh"
 
-constexpr int ROWS = WARPS * 16;
+constexpr int ROWS = WARPS * M_TILES * 16;
 constexpr int TOKENS = 64;
-constexpr int STAGES = 2;
 constexpr int K_STEPS = K_DIM / 16;
 constexpr int V_TILES = V_DIM / 8;
 constexpr int TILE_BYTES = TOKENS * (KRows::BYTES + VRows::BYTES);
 constexpr int Q_BYTES = K_DIM * 2;
 constexpr bool FP8 = KV_BYTES == 1;
 constexpr bool BF16_PRODUCT = BF16 && !FP8;
-constexpr bool Q_STAYS = K_DIM <= 128;  // queries in registers; else they are read again for every tile
+constexpr bool Q_STAYS = K_DIM <= 128 && M_TILES == 1;  // queries in registers; else they are read again for every tile
 
 struct Barriers {
     u64 full[STAGES];
@@ -104,30 +104,37 @@ DEVICE void copy_tile(const PrefillArgs& a, const PrefillTile& tile, int token, 
 #endif
 }
 
-// Four values of queries as a product's first operand: rows of the warp, step k.
-DEVICE void query_step(u32 (&r)[4], u32 queries, int k) {
-    int lane = threadIdx.x % 32;
-    load_matrices(r, queries + query_at(threadIdx.x / 32 * 16 + lane % 16, 2 * k + lane / 16));
+// Queries as a product's first operand: step k of the warp's rows number `m` times 16 and following.
+DEVICE void query_step(u32 (&r)[4], u32 queries, int m, int k) {
+    int lane = threadIdx.x % 32, row = (threadIdx.x / 32 * M_TILES + m) * 16 + lane % 16;
+    load_matrices(r, queries + query_at(row, 2 * k + lane / 16));
 }
 
-DEVICE void scores(float (&s)[TOKENS / 8][4], const u32 (&kept)[Q_STAYS ? K_STEPS : 1][4], u32 queries, u32 keys) {
+DEVICE void scores(float (&s)[M_TILES][TOKENS / 8][4], const u32 (&kept)[Q_STAYS ? K_STEPS : 1][4], u32 queries, u32 keys) {
     int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < TOKENS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
 #pragma unroll
     for (int k = 0; k < K_STEPS; ++k) {
-        u32 q[4];
-        if (Q_STAYS)
-            for (int i = 0; i < 4; ++i) q[i] = kept[Q_STAYS ? k : 0][i];
-        else
-            query_step(q, queries, k);
+        u32 q[M_TILES][4];
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+            if (Q_STAYS)
+                for (int i = 0; i < 4; ++i) q[m][i] = kept[Q_STAYS ? k : 0][i];
+            else
+                query_step(q[m], queries, m, k);
         if (!FP8) {
 #pragma unroll
             for (int n = 0; n < TOKENS / 8; n += 2) {
                 u32 r[4];
                 load_matrices(r, keys + KRows::at(TOKENS, n * 8 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
-                mma<BF16_PRODUCT>(s[n], q[0], q[1], q[2], q[3], r[0], r[1]);
-                mma<BF16_PRODUCT>(s[n + 1], q[0], q[1], q[2], q[3], r[2], r[3]);
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m) {
+                    mma<BF16_PRODUCT>(s[m][n], q[m][0], q[m][1], q[m][2], q[m][3], r[0], r[1]);
+                    mma<BF16_PRODUCT>(s[m][n + 1], q[m][0], q[m][1], q[m][2], q[m][3], r[2], r[3]);
+                }
             }
         } else {
 #pragma unroll
@@ -135,23 +142,29 @@ DEVICE void scores(float (&s)[TOKENS / 8][4], const u32 (&kept)[Q_STAYS ? K_STEP
                 u32 r[4];
                 load_matrices(r, keys + KRows::at(TOKENS, n * 8 + lane, k));
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    mma<false>(s[n + j], q[0], q[1], q[2], q[3], fp8_to_f16<E5M2>(r[j]), fp8_to_f16<E5M2>(r[j] >> 16));
+                for (int j = 0; j < 4; ++j) {
+                    u32 b0 = fp8_to_f16<E5M2>(r[j]), b1 = fp8_to_f16<E5M2>(r[j] >> 16);
+#pragma unroll
+                    for (int m = 0; m < M_TILES; ++m) mma<false>(s[m][n + j], q[m][0], q[m][1], q[m][2], q[m][3], b0, b1);
+                }
             }
         }
     }
 }
 
 // acc += p V over 16 tokens. A product of FP8 has the even dims of 16 in one tile and the odd ones in the next.
-DEVICE void add_values(float (&acc)[V_TILES][4], const u32 (&p)[4], u32 values, int step) {
+DEVICE void add_values(float (&acc)[M_TILES][V_TILES][4], const u32 (&p)[M_TILES][4], u32 values, int step) {
     int lane = threadIdx.x % 32, row = step * 16 + lane % 16, half = lane / 16;
     if (!FP8) {
 #pragma unroll
         for (int v = 0; v < V_TILES; v += 2) {
             u32 r[4];
             load_matrices_transposed(r, values + VRows::at(TOKENS, row, v + half));
-            mma<BF16_PRODUCT>(acc[v], p[0], p[1], p[2], p[3], r[0], r[1]);
-            mma<BF16_PRODUCT>(acc[v + 1], p[0], p[1], p[2], p[3], r[2], r[3]);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                mma<BF16_PRODUCT>(acc[m][v], p[m][0], p[m][1], p[m][2], p[m][3], r[0], r[1]);
+                mma<BF16_PRODUCT>(acc[m][v + 1], p[m][0], p[m][1], p[m][2], p[m][3], r[2], r[3]);
+            }
         }
     } else {
 #pragma unroll
@@ -161,18 +174,88 @@ DEVICE void add_values(float (&acc)[V_TILES][4], const u32 (&p)[4], u32 values, 
 #pragma unroll
             for (int j = 0; j < 2 && c + j < V_TILES / 2; ++j) {
                 u32 x = __byte_perm(r[2 * j], 0, 0x3120), y = __byte_perm(r[2 * j + 1], 0, 0x3120);
-                mma<false>(acc[2 * (c + j)], p[0], p[1], p[2], p[3], fp8_to_f16<E5M2>(x), fp8_to_f16<E5M2>(y));
-                mma<false>(acc[2 * (c + j) + 1], p[0], p[1], p[2], p[3], fp8_to_f16<E5M2>(x >> 16), fp8_to_f16<E5M2>(y >> 16));
+                u32 b0 = fp8_to_f16<E5M2>(x), b1 = fp8_to_f16<E5M2>(y), c0 = fp8_to_f16<E5M2>(x >> 16), c1 = fp8_to_f16<E5M2>(y >> 16);
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m) {
+                    mma<false>(acc[m][2 * (c + j)], p[m][0], p[m][1], p[m][2], p[m][3], b0, b1);
+                    mma<false>(acc[m][2 * (c + j) + 1], p[m][0], p[m][1], p[m][2], p[m][3], c0, c1);
+                }
             }
         }
     }
+}
+
+// What a lane keeps of a matrix row; rows g and g + 8 of every 16, 4 lanes a row.
+struct RowState {
+    int position;
+    float scale, top, sum;
+};
+
+// Scores of a row to weights, in place; sums shrink to the new maximum. `half` 0 is row g, 1 is row g + 8.
+DEVICE void softmax(const PrefillArgs& a, float (&s)[TOKENS / 8][4], float (&acc)[V_TILES][4], RowState& row, int half, int token, bool masked) {
+    int t = threadIdx.x % 4;
+    float top = row.top;
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            float x = s[n][2 * half + c] * row.scale;
+            if (SOFTCAP) x = a.softcap * tanh_exact(x);
+            int at = token + n * 8 + 2 * t + c;
+            if (masked && (at > row.position || (a.window > 0 && at <= row.position - a.window))) x = NEGATIVE_INFINITY;
+            s[n][2 * half + c] = x;
+            top = fmaxf(top, x);
+        }
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    float base = top == NEGATIVE_INFINITY ? 0.0f : top, keep = exp2_fast(row.top - base), sum = 0;
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            float e = exp2_fast(s[n][2 * half + c] - base);
+            s[n][2 * half + c] = e;
+            sum += e;
+        }
+    row.top = top;
+    row.sum = row.sum * keep + sum;
+#pragma unroll
+    for (int v = 0; v < V_TILES; ++v) acc[v][2 * half] *= keep, acc[v][2 * half + 1] *= keep;
+}
+
+DEVICE void write_row(const PrefillArgs& a, const PrefillTile& tile, const RowState& row, const float (&acc)[V_TILES][4], int half, int r) {
+    int t = threadIdx.x % 4, token = r / a.group, head = blockIdx.y * a.group + r - token * a.group;
+    float sum = row.sum;
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (token >= tile.tokens) return;
+    float base = row.top == NEGATIVE_INFINITY ? 0.0f : row.top, keep = 1.0f;
+    if (a.sinks) {
+        float sink = a.sinks[head] * LOG2E, higher = fmaxf(row.top, sink);
+        keep = exp2_fast(row.top - higher);
+        sum = sum * keep + exp2_fast(sink - higher);
+        base = higher;
+    }
+    float factor = keep * a.v_scale / (sum == 0.0f ? 1.0f : sum);
+    u16* out = a.out + (tile.token + token) * a.out_token + head * a.out_head;
+#pragma unroll
+    for (int v = 0; v < V_TILES; v += FP8 ? 2 : 1) {
+        u32 x = pack<BF16>(acc[v][2 * half] * factor, acc[FP8 ? v + 1 : v][FP8 ? 2 * half : 2 * half + 1] * factor);
+        if (FP8) {
+            u32 y = pack<BF16>(acc[v][2 * half + 1] * factor, acc[v + 1][2 * half + 1] * factor);
+            *(uint2*)(out + v * 8 + 4 * t) = {x, y};
+        } else {
+            *(u32*)(out + v * 8 + 2 * t) = x;
+        }
+    }
+    if (t == 0 && a.lse) a.lse[(tile.token + token) * a.lse_token + head] = (base + log2f(sum)) * LN2;
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill(const __grid_constant__ PrefillArgs a) {
     extern __shared__ __align__(128) u8 memory[];
     Barriers& barriers = *(Barriers*)(memory + STAGES * TILE_BYTES + ROWS * Q_BYTES);
     u32 ring = shared_address(memory), queries = ring + STAGES * TILE_BYTES, full = shared_address(barriers.full);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
     PrefillTile tile = a.tiles[blockIdx.x];
 #if HOPPER
     if (threadIdx.x == 0) {
@@ -195,29 +278,30 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill(const __grid_co
     u32 kept[Q_STAYS ? K_STEPS : 1][4];
     if (Q_STAYS)
 #pragma unroll
-        for (int k = 0; k < K_STEPS; ++k) query_step(kept[Q_STAYS ? k : 0], queries, k);
+        for (int k = 0; k < K_STEPS; ++k) query_step(kept[Q_STAYS ? k : 0], queries, 0, k);
 
-    // Lane 4g + t has matrix rows g and g + 8 of its warp.
-    int position[2];
-    float scale[2], top[2], sum[2], acc[V_TILES][4];
+    RowState rows[M_TILES][2];
+    float acc[M_TILES][V_TILES][4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        int row = warp * 16 + g + i * 8;
-        position[i] = tile.position + row / a.group;
-        scale[i] = barriers.scale[row];
-        top[i] = NEGATIVE_INFINITY, sum[i] = 0;
+    for (int m = 0; m < M_TILES; ++m) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int row = (warp * M_TILES + m) * 16 + g + i * 8;
+            rows[m][i] = {tile.position + row / a.group, barriers.scale[row], NEGATIVE_INFINITY, 0};
+        }
+#pragma unroll
+        for (int v = 0; v < V_TILES; ++v) acc[m][v][0] = acc[m][v][1] = acc[m][v][2] = acc[m][v][3] = 0;
     }
-#pragma unroll
-    for (int v = 0; v < V_TILES; ++v) acc[v][0] = acc[v][1] = acc[v][2] = acc[v][3] = 0;
 
     for (int j = first; j < last; ++j) {
         int stage = (j - first) % STAGES, token = j * TOKENS;
         u32 keys = ring + stage * TILE_BYTES, values = keys + TOKENS * KRows::BYTES;
-        if (j + 1 < last) copy_tile(a, tile, token + TOKENS, low, high, ring + (stage ^ 1) * TILE_BYTES, full + (stage ^ 1) * 8);
+        bool more = j + 1 < last;
+        if (STAGES == 2 && more) copy_tile(a, tile, token + TOKENS, low, high, ring + (stage ^ 1) * TILE_BYTES, full + (stage ^ 1) * 8);
 #if HOPPER
         barrier_wait(full + stage * 8, (j - first) / STAGES % 2);
 #else
-        if (j + 1 < last) copies_wait<1>(); else copies_wait<0>();
+        if (STAGES == 2 && more) copies_wait<1>(); else copies_wait<0>();
         __syncthreads();
 #endif
         bool edge = token < low || token + TOKENS > high;
@@ -229,77 +313,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill(const __grid_co
             }
             __syncthreads();
         }
-        float s[TOKENS / 8][4];
+        float s[M_TILES][TOKENS / 8][4];
         scores(s, kept, queries, keys);
         bool masked = edge || token + TOKENS - 1 > tile.position || (a.window > 0 && token <= high - 1 - a.window);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float higher = top[i];
+        for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-            for (int n = 0; n < TOKENS / 8; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    float x = s[n][2 * i + c] * scale[i];
-                    if (SOFTCAP) x = a.softcap * tanh_exact(x);
-                    int at = token + n * 8 + 2 * t + c;
-                    if (masked && (at > position[i] || (a.window > 0 && at <= position[i] - a.window))) x = NEGATIVE_INFINITY;
-                    s[n][2 * i + c] = x;
-                    higher = fmaxf(higher, x);
-                }
-            higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
-            higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
-            float base = higher == NEGATIVE_INFINITY ? 0.0f : higher;
-            float keep = exp2_fast(top[i] - base);
-            top[i] = higher;
-            sum[i] *= keep;
-#pragma unroll
-            for (int v = 0; v < V_TILES; ++v) acc[v][2 * i] *= keep, acc[v][2 * i + 1] *= keep;
-#pragma unroll
-            for (int n = 0; n < TOKENS / 8; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    float e = exp2_fast(s[n][2 * i + c] - base);
-                    s[n][2 * i + c] = e;
-                    sum[i] += e;
-                }
-        }
+            for (int i = 0; i < 2; ++i) softmax(a, s[m], acc[m], rows[m][i], i, token, masked);
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
-            u32 p[4] = {pack<BF16_PRODUCT>(s[2 * k][0], s[2 * k][1]), pack<BF16_PRODUCT>(s[2 * k][2], s[2 * k][3]),
-                        pack<BF16_PRODUCT>(s[2 * k + 1][0], s[2 * k + 1][1]), pack<BF16_PRODUCT>(s[2 * k + 1][2], s[2 * k + 1][3])};
+            u32 p[M_TILES][4];
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) p[m][i] = pack<BF16_PRODUCT>(s[m][2 * k + i / 2][i % 2 * 2], s[m][2 * k + i / 2][i % 2 * 2 + 1]);
             add_values(acc, p, values, k);
         }
 #if HOPPER
         if (edge) fence_copy_engine();
 #endif
         __syncthreads();
+        if (STAGES == 1 && more) copy_tile(a, tile, token + TOKENS, low, high, ring, full);
     }
 
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-        int row = warp * 16 + g + i * 8, token = row / a.group, head = blockIdx.y * a.group + row - token * a.group;
-        if (token >= tile.tokens) continue;
-        float base = top[i] == NEGATIVE_INFINITY ? 0.0f : top[i], keep = 1.0f;
-        if (a.sinks) {
-            float sink = a.sinks[head] * LOG2E, higher = fmaxf(top[i], sink);
-            keep = exp2_fast(top[i] - higher);
-            sum[i] = sum[i] * keep + exp2_fast(sink - higher);
-            base = higher;
-        }
-        float factor = keep * a.v_scale / (sum[i] == 0.0f ? 1.0f : sum[i]);
-        u16* out = a.out + (tile.token + token) * a.out_token + head * a.out_head;
+    for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-        for (int v = 0; v < V_TILES; v += FP8 ? 2 : 1) {
-            if (FP8) {
-                uint2 x = {pack<BF16>(acc[v][2 * i] * factor, acc[v + 1][2 * i] * factor),
-                           pack<BF16>(acc[v][2 * i + 1] * factor, acc[v + 1][2 * i + 1] * factor)};
-                *(uint2*)(out + v * 8 + 4 * t) = x;
-            } else {
-                *(u32*)(out + v * 8 + 2 * t) = pack<BF16>(acc[v][2 * i] * factor, acc[v][2 * i + 1] * factor);
-            }
-        }
-        if (t == 0 && a.lse) a.lse[(tile.token + token) * a.lse_token + head] = (base + log2f(sum[i])) * LN2;
-    }
+        for (int i = 0; i < 2; ++i) write_row(a, tile, rows[m][i], acc[m], i, (warp * M_TILES + m) * 16 + g + i * 8);
 }

@@ -207,6 +207,7 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
         arrive_once_a_warp(shared.q_empty[query.place]);
         write_rows(a, item, row, acc, first_row);
     }
+    if (group == 0) take_turn(group);  // the turn that was given first and is still open
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_hopper(const __grid_constant__ PrefillArgs a) {
