@@ -62,6 +62,7 @@ def cupy_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (needs(layer={"v_dim": 272}), "layer 0: v_dim 272"),
         (needs(layer={"num_heads": 130, "num_kv_heads": 2}), "65 query heads a KV head, at most 64"),
         (needs(layer={"window": 0}), "window 0 is not positive"),
+        (needs(kv_specs=(KVSpec("latent", 1, 192, 128, "bfloat16"),)), "KV cache of kind latent"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

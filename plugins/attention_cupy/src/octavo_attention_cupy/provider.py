@@ -44,6 +44,12 @@ def accepts(needs: Needs, options: Any) -> Accept | Reject:
     block = facts.get("block_size")
     if block is not None and not (8 <= block <= 256 and block % 8 == 0):
         return Reject(f"block_size {block}: it must be a multiple of 8 from 8 to 256")
+    for spec in facts.get("kv_specs") or ():
+        if spec.kind not in ("full", "window") or spec.tokens_per_entry != 1:
+            return Reject(
+                f"a layer has a KV cache of kind {spec.kind} with {spec.tokens_per_entry} tokens an entry: this backend holds K and V of "
+                "every token"
+            )
     for layer in facts.get("layers") or ():
         reason = _layer(layer)
         if reason:
