@@ -9,6 +9,7 @@ import pytest
 import torch
 from octavo.errors import LoadError
 from octavo.model.adapters import DecoderAdapter
+from octavo.model.operators import rope as rope_operator
 from octavo.model.rope import RopeConfig, read_rope
 from octavo.model.rope import variants as rope_variants
 from octavo.model.rotary import Rotary, inverse_frequencies
@@ -266,6 +267,20 @@ def test_angles_do_not_drift_up_to_two_to_the_twenty(kind: dict[str, Any] | None
     half = turns.shape[1]
     assert float((cos[:, 0, :half].double() - turns.cos() * rope.attention_factor).abs().max()) < 2e-7
     assert float((sin[:, 0, half:].double() - turns.sin() * rope.attention_factor).abs().max()) < 2e-7
+
+
+@pytest.mark.parametrize("offset", [1 << 15, 1 << 17, (1 << 20) - 64])
+def test_a_score_depends_on_the_distance_alone_however_far_out(offset: int) -> None:
+    """q at m and k at n have one product wherever the pair stands: what was trained at the front holds at a million."""
+    turn = rotary(read(None, rope_theta=1e6), max_len=1 << 20)
+    heads = torch.randn(2, 64, 1, 64, generator=torch.Generator().manual_seed(0))
+
+    def scores(first: int) -> torch.Tensor:
+        cos, sin = turn.angles(torch.arange(first, first + 64), None)
+        q, k = (rope_operator(x.clone(), cos, sin)[:, 0] for x in heads)
+        return q @ k.T
+
+    assert float((scores(offset) - scores(0)).abs().max()) < 2e-5
 
 
 def test_there_is_no_length_at_which_angles_wrap() -> None:
