@@ -33,6 +33,8 @@ def explain(plan: Plan) -> dict[str, Any]:
         "max_num_batched_tokens": plan.limits.max_num_batched_tokens,
         "block_size": plan.block_size,
         "num_blocks": plan.num_blocks,
+        "dynamic_memory": "on" if plan.elastic else None,
+        "swap_space": f"{plan.host_slots * plan.sizing.block_bytes / 2**30:.2f} GiB" if plan.host_slots else None,
     }
     return {
         "model": {
