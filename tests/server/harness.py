@@ -63,7 +63,7 @@ class Server:
     @property
     def url(self) -> str:
         if not self._url:
-            self._url = until(self._find_url, 30, f"the server listens:\n{self.text}")
+            self._url = until(self._find_url, 60, f"the server listens:\n{self.text}")
         return self._url
 
     def _find_url(self) -> str:
@@ -72,7 +72,7 @@ class Server:
         return found[1] if found else ""
 
     def ready(self) -> Server:
-        until(lambda: self.process.poll() is not None or self.status("/ready") == 200, 60, f"the engine is ready:\n{self.text}")
+        until(lambda: self.process.poll() is not None or self.status("/ready") == 200, 120, f"the engine is ready:\n{self.text}")
         assert self.process.poll() is None, self.text
         return self
 
