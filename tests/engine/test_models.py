@@ -15,6 +15,7 @@ from octavo.engine.models import ModelTable, beside, successor
 from octavo.engine.split import Split
 from octavo.engine.supervisor import Backoff, Supervisor
 from octavo.errors import AdmissionRefused, ConfigError, EngineDead, LoadError, UnknownModel
+from octavo.request import EngineStats
 
 CONFIG = EngineConfig(model="/m")
 
@@ -28,6 +29,8 @@ class Engine:
         self.ended = False
         self.explain: dict[str, Any] = {}
         self.pid = None
+        self.stats = EngineStats(total_blocks=100)
+        self.sizes: list[int | None] = []
 
     def kill(self) -> None:
         self.alive, self.dead_reason = False, "killed"  # type: ignore[assignment]
@@ -38,6 +41,10 @@ class Engine:
 
     async def drain(self, timeout: float) -> None:
         self.drained = timeout
+
+    async def resize_cache(self, blocks: int | None, *, rest: bool = False) -> int:
+        self.sizes.append(blocks)
+        return 30
 
 
 class Engines:
@@ -123,6 +130,28 @@ def test_a_replaced_engine_ends_when_its_last_request_has_and_not_before() -> No
         lease.release()  # idempotent
         await asyncio.sleep(0.05)
         assert old.ended and not table.leaving and not engines.started[1].ended
+
+    run(body)
+
+
+def test_a_replacement_that_makes_room_shrinks_the_old_cache_first_and_grows_its_own_when_the_old_one_is_gone() -> None:
+    async def body(table: ModelTable, engines: Engines) -> None:
+        elastic = EngineConfig(model="/m", dynamic_memory=True)
+        await table.add("a", elastic, warm=False)
+        lease = table.lease("a")
+        await table.replace("a", elastic, warm=False, make_room=True)
+        old, new = engines.started
+        await asyncio.sleep(0.05)
+        assert old.sizes == [1] and new.sizes == []  # the old one still has a request
+        lease.release()
+        await asyncio.sleep(0.05)
+        assert old.ended and new.sizes == [None]
+        engines.failures = 1
+        with pytest.raises(LoadError):
+            await table.replace("a", elastic, warm=False, make_room=True)
+        assert new.sizes == [None, 1, 100]  # it has its cache back
+        with pytest.raises(ConfigError, match="dynamic-memory"):
+            await table.replace("a", CONFIG, warm=False, make_room=True)
 
     run(body)
 

@@ -22,7 +22,7 @@ from octavo.engine.messages import Progress
 from octavo.engine.served import Lease, Served
 from octavo.engine.split import Split
 from octavo.engine.warmup import warm_up
-from octavo.errors import ConfigError, UnknownModel
+from octavo.errors import ConfigError, EngineDead, UnknownModel
 from octavo.wording import complaints, hint
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,8 @@ class ModelTable:
             await self.load(new, warm=warm)
         except BaseException:
             if make_room:
-                await old.llm.resize_cache(before)
+                with contextlib.suppress(EngineDead):  # what is wrong with the new one is the news
+                    await old.llm.resize_cache(before)
             raise
         last = self._models.get(name)
         self._models[name] = new  # from here on every request goes to the new one
@@ -235,7 +236,7 @@ class ModelTable:
 
     async def _grow(self, new: Served, farewell: asyncio.Task[None]) -> None:
         await asyncio.wait({farewell})
-        if new.present and new.llm.alive:
+        with contextlib.suppress(EngineDead):  # its successor is built with what there is then
             blocks = await new.llm.resize_cache(None)
             log.info("model %r (load %d) has %d KV blocks now that it is alone", new.name, new.generation, blocks)
 
