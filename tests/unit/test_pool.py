@@ -84,8 +84,8 @@ def test_pages_that_do_not_divide_meet_at_their_least_common_multiple() -> None:
 
 
 def test_pages_that_meet_too_late_are_refused_with_their_sizes() -> None:
-    odd = KVSpec("full", 1, 101, 96, "float32")
-    with pytest.raises(ConfigError, match=r"full, 1 heads of 101\+96 float32: 3152 bytes.*window 16.*blocks of"):
+    odd = KVSpec("full", 1, 521, 96, "float32")
+    with pytest.raises(ConfigError, match=r"full, 1 heads of 521\+96 float32: 9872 bytes.*window 16.*blocks of"):
         plan((odd, 1), (WINDOW, 1))
 
 
