@@ -112,7 +112,8 @@ def test_a_linear_of_few_rows(ops: dict[str, Any], m: int, n: int, k: int) -> No
     want = x.double() @ weight.double().T
     near(ops["small_linear"](x, weight), want, slack=2.0)
     wide = ops["small_linear"](x, weight, FP32)
-    assert wide.dtype == FP32 and float((wide.double() - want).abs().max()) < 1e-5
+    # Up to four rows are summed by ordinary float32 additions, more by tensor cores, whose sums keep fewer bits.
+    assert wide.dtype == FP32 and float((wide.double() - want).abs().max()) < (1e-5 if m <= 4 else 2e-4)
 
 
 def test_an_address_off_the_alignment_finds_a_kernel_of_its_own(ops: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import triton
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step, StepHost
+from octavo.transfer import to_device
 
 from octavo_attention_triton.cascade import Cascade, worth
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
@@ -24,6 +24,7 @@ from octavo_attention_triton.kernels import decode, prefill, prologue, write
 from octavo_attention_triton.kernels import shared as cascade_kernels
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N, MAX_PARTS
+from octavo_attention_triton.prefill_tiles import tile_list
 from octavo_attention_triton.provider import FP8, TritonOptions
 from octavo_attention_triton.tuning import (
     HOPPER_TOKENS,
@@ -242,7 +243,7 @@ class TritonAttention:
         for bound in self._layers.values():
             key = (self._prefill_tokens(bound, step), bound.layer.window)
             if key not in lists:
-                lists[key] = self._tiles(step, *key)
+                lists[key] = to_device(tile_list(step.host, *key), self.device)
         step.scratch["triton.tiles"] = lists
         step.scratch["triton.decodes"] = bool((step.host.query_lens == 1).any())
 
@@ -258,28 +259,6 @@ class TritonAttention:
             kv_bytes=ELEMENT_BYTES[bound.geometry.dtype], query_bytes=self.dtype.itemsize, tokens=step.host.max_query_len,
             roomy=self.roomy,
         )  # fmt: skip
-
-    def _tiles(self, step: Step, size: int, window: int | None) -> torch.Tensor:
-        """int32 [tiles, prefill.TILE], longest first."""
-        lens, ends = step.host.query_lens.astype(np.int64), step.host.seq_lens.astype(np.int64)
-        starts = np.cumsum(lens) - lens
-        many = np.flatnonzero(lens > 1)
-        counts = -(-lens[many] // size)
-        of = np.repeat(many, counts)
-        nth = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        tiles = np.zeros((of.size, prefill.TILE), dtype=np.int32)
-        tiles[:, 0] = starts[of] + nth * size
-        tiles[:, 1] = np.minimum(lens[of] - nth * size, size)
-        tiles[:, 2] = ends[of] - lens[of] + nth * size
-        tiles[:, 3] = step.host.rows[of]
-        tiles[:, 4] = ends[of]
-        work = tiles[:, 2] + tiles[:, 1]
-        if window is not None:
-            work = np.minimum(work, window + size)
-        host = torch.from_numpy(tiles[np.argsort(-work, kind="stable")])
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
 
     def variant(self, host: StepHost) -> str:
         """`octavo.interfaces.StepVariants`."""
@@ -456,17 +435,10 @@ class TritonAttention:
         if not self._tables:
             raise RuntimeError("gather: no step has been prepared yet, so there is no block table to read")
         blocks = self._tables[bound.group][row, : -(-length // g.page)].long().clamp_min(0)
-        pages = bound.cache.view(torch.uint8)[blocks].view(bound.cache.dtype).to(torch.float32)
-        k = pages[:, : g.v_base].view(-1, g.heads, g.page, g.k_row)[..., : g.k_dim].permute(0, 2, 1, 3)
-        if g.v_transposed:
-            v = pages[:, g.v_base :].view(-1, g.heads, g.v_dim, g.page).permute(0, 3, 1, 2)
-        else:
-            v = pages[:, g.v_base :].view(-1, g.heads, g.page, g.v_row)[..., : g.v_dim].permute(0, 2, 1, 3)
+        k, v = g.unpack(bound.cache.view(torch.uint8)[blocks].view(bound.cache.dtype).to(torch.float32), length)
         fp8 = bound.cache.dtype in write.FP8_MAX
         k_scale, v_scale = (bound.layer.k_scale, bound.layer.v_scale) if fp8 else (1.0, 1.0)
-        k = k.reshape(-1, g.heads, g.k_dim)[:length] * k_scale
-        v = v.reshape(-1, g.heads, g.v_dim)[:length] * v_scale
-        return k.to(self.dtype), v.to(self.dtype)
+        return (k * k_scale).to(self.dtype), (v * v_scale).to(self.dtype)
 
     def copy_blocks(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks (int64 ids) in every layer of a group; sources are read before any target is written."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from octavo.interfaces import CacheLayout, KVSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -44,6 +48,15 @@ class PageGeometry:
     @property
     def elements(self) -> int:
         return self.heads * self.page * (self.k_row + self.v_row)
+
+    def unpack(self, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """K [length, heads, k_dim] and V [length, heads, v_dim] out of a row's pages [n, elements], in order."""
+        k = pages[:, : self.v_base].view(-1, self.heads, self.page, self.k_row)[..., : self.k_dim].permute(0, 2, 1, 3)
+        if self.v_transposed:
+            v = pages[:, self.v_base :].view(-1, self.heads, self.v_dim, self.page).permute(0, 3, 1, 2)
+        else:
+            v = pages[:, self.v_base :].view(-1, self.heads, self.page, self.v_row)[..., : self.v_dim].permute(0, 2, 1, 3)
+        return k.reshape(-1, self.heads, self.k_dim)[:length], v.reshape(-1, self.heads, self.v_dim)[:length]
 
     def layout(self) -> CacheLayout:
         v = f"V[head {self.heads}, dim {self.v_dim}, slot {self.page}]"
