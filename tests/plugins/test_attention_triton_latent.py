@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -68,6 +70,19 @@ def test_what_is_taken_and_by_which_kernel(
 def test_a_refusal_names_the_need(monkeypatch: pytest.MonkeyPatch, device: Device, over: dict[str, Any], words: str) -> None:
     refused = answer(monkeypatch, device, **over)
     assert isinstance(refused, Reject) and words in refused.reason
+
+
+@pytest.mark.parametrize("name", ["attention_triton", "models_deepseek"])
+def test_what_a_hook_returns_does_not_change_once_its_modules_are_loaded(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Python binds a loaded submodule to its name in the package, over whatever the package had under that name."""
+    monkeypatch.syspath_prepend(str(PLUGIN.parents[1] / name / "src"))
+    package = import_module(f"octavo_{name}")
+    hook = package.register_attention_backends if name == "attention_triton" else package.register_model_adapters
+    before = hook()
+    for module in iter_modules(package.__path__):
+        if f"{package.__name__}.{module.name}" not in sys.modules:
+            monkeypatch.setattr(package, module.name, object(), raising=False)
+    assert hook() == before
 
 
 SCRIPT = """

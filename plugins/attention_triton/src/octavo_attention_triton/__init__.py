@@ -11,4 +11,4 @@ from octavo_attention_triton.provider import provider as paged
 
 @hookimpl
 def register_attention_backends() -> list[Provider]:
-    return [paged, latent_provider]
+    return [provider, latent_provider]
