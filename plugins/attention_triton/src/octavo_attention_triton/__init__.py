@@ -11,4 +11,4 @@ from octavo_attention_triton.provider import provider as paged
 
 @hookimpl
 def register_attention_backends() -> list[Provider]:
-    return [provider, latent_provider]
+    return [paged, latent_provider]
