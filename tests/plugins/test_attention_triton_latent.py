@@ -14,7 +14,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 import pytest
-from octavo.catalog import Accept, Device, Needs, Reject
+from octavo.catalog import Accept, Device, Needs, Provider, Reject
 from octavo.engine.plan import attention_facts
 from octavo.interfaces import AttentionLayer, KVSpec, ModelFacts
 
@@ -79,6 +79,7 @@ def test_what_a_hook_returns_does_not_change_once_its_modules_are_loaded(monkeyp
     package = import_module(f"octavo_{name}")
     hook = package.register_attention_backends if name == "attention_triton" else package.register_model_adapters
     before = hook()
+    assert all(isinstance(provider, Provider) for provider in before)
     for module in iter_modules(package.__path__):
         if f"{package.__name__}.{module.name}" not in sys.modules:
             monkeypatch.setattr(package, module.name, object(), raising=False)
