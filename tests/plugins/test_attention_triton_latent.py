@@ -26,10 +26,10 @@ def answer(monkeypatch: pytest.MonkeyPatch, device: Device = H200, dtype: str = 
     monkeypatch.syspath_prepend(str(PLUGIN))
     from octavo_attention_triton.latent_provider import provider
 
-    shape = {"heads": 128, "k": 576, "v": 512, "kind": "latent", "block": None, "kv": dtype} | over
+    shape = {"heads": 128, "k": 576, "v": 512, "kind": "latent", "block": None, "kv": dtype, "every": 1} | over
     window = 8 if shape["kind"] == "window" else None
     layer = AttentionLayer(0, shape["heads"], 1, shape["k"], shape["v"], 1.0, window)
-    spec = KVSpec(shape["kind"], 1, shape["k"], shape["v"], shape["kv"], window)
+    spec = KVSpec(shape["kind"], 1, shape["k"], shape["v"], shape["kv"], window, shape["every"])
     model = ModelFacts("Test", 512, 64, 4096, (layer,), (spec,))
     return provider.accepts(
         Needs("attention", device, dtype, attention_facts(model, shape["kv"], shape["block"])), provider.options()
@@ -65,6 +65,7 @@ def test_what_is_taken_and_by_which_kernel(
         (H200, {"block": 20}, "block_size 20"),
         (H200, {"v": 520}, "v_dim 520"),
         (H200, {"k": 512}, "k_dim - v_dim is 0"),
+        (H200, {"every": 4}, "stands for 4 tokens"),
     ],
 )
 def test_a_refusal_names_the_need(monkeypatch: pytest.MonkeyPatch, device: Device, over: dict[str, Any], words: str) -> None:

@@ -32,6 +32,9 @@ def accepts(needs: Needs, options: Any) -> Accept | Reject:
     kinds = {spec.kind for spec in facts.get("kv_specs") or ()}
     if kinds != {"latent"}:
         return Reject(f"the model's KV caches are {', '.join(sorted(kinds)) or 'unknown'}: this backend keeps latent ones only")
+    several = next((spec.tokens_per_entry for spec in facts["kv_specs"] if spec.tokens_per_entry != 1), None)
+    if several:
+        return Reject(f"a latent entry stands for {several} tokens: this backend keeps one for each")
     if device.type != "cuda":
         return Reject(f"device is {device.type}: Triton attention needs CUDA")
     if device.capability < (8, 0):
