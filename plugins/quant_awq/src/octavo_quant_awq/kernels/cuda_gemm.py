@@ -23,8 +23,7 @@ MAX_ROWS = 64
 class Shape:
     """A block of the kernel: 16 * row_tiles outputs a warp, warps_n warps side by side, warps_k over K, and `cluster`
     blocks that share K; stages blocks of 128 inputs in flight a warp; min_blocks that a multiprocessor must
-    hold; sums: zero points are subtracted from products instead of from weights; resident: blocks a multiprocessor that share
-    all strips of outputs among them (0: a block for each)."""
+    hold; sums: zero points are subtracted from products instead of from weights."""
 
     row_tiles: int
     warps_n: int
@@ -33,7 +32,6 @@ class Shape:
     stages: int
     min_blocks: int = 1
     sums: bool = False
-    resident: int = 0
 
     @property
     def rows(self) -> int:
@@ -71,16 +69,18 @@ def choose_shape(tiles: int, rows: int, inputs: int, *, clusters: bool) -> Shape
     """The block for `tiles` tiles of eight tokens times a matrix [rows, inputs]: as many outputs a warp as leave every
     multiprocessor enough to read, K divided among the warps of a block and, where blocks are few, among blocks."""
     strips, blocks = -(-rows // 32), -(-inputs // 128)
+    deep = clusters and strips > PROCESSORS * 7 // 8 and blocks >= 64
+    wide = strips > PROCESSORS or deep
     if tiles > 4:
         return Shape(1, 4, 2, 1, 2)
     if strips >= 4 * PROCESSORS:
         return Shape(2, 1, 4, 1, 2, 4 if tiles <= SMALL_TILES else 3, tiles <= SMALL_TILES)
-    deep = clusters and strips * 8 > 7 * PROCESSORS - 8 and blocks >= 64
-    wide = strips > PROCESSORS or deep
+    if tiles > SMALL_TILES:
+        return Shape(2, 1, 4, 2, 2, 1 if deep else 3) if wide and clusters else Shape(2, 1, 8, 1, 2)
     cluster, count = 2 if deep else 1, strips if wide else -(-rows // 16)
     while clusters and cluster < 8 and count * cluster < PROCESSORS // 2 and 16 * cluster <= blocks:
         cluster *= 2
-    return Shape(2 if wide else 1, 1, 8, cluster, 2, 1, tiles <= SMALL_TILES)
+    return Shape(2 if wide else 1, 1, 8, cluster, 2, 2 if wide else 1, True)
 
 
 @cache
@@ -110,11 +110,5 @@ def launch(
     pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0, x.data_ptr(),
                 bias.data_ptr() if bias is not None else 0, out.data_ptr())  # fmt: skip
     tokens = -(-m // (8 * tiles))
-    strips = -(-n // shape.rows)
-    call(
-        min(strips, shape.resident * PROCESSORS) if shape.resident else strips,
-        tokens,
-        pointers,
-        (m, n, k, x.stride(0), group_step),
-    )
+    call(-(-n // shape.rows), tokens, pointers, (m, n, k, x.stride(0), group_step))
     return out

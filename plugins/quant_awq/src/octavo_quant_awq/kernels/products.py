@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo_quant_awq.kernels import cuda_gemm, triton_gemm, wide_gemm
 from octavo_quant_awq.kernels.cuda_gemm import Variant
 
-NARROW_ROWS = 16
+NARROW_ROWS = 32
 """Rows up to which w4a16.cu is faster than wide.cu."""
 
 
@@ -36,7 +36,7 @@ class CudaProduct:
         )
         self._hopper = wide_gemm.supported(words.device)
         self.limit = wide_gemm.MAX_ROWS if self._hopper else cuda_gemm.MAX_ROWS
-        self._narrow = dict.fromkeys((1, 2) if self._hopper else (1, 2, 4, 8))
+        self._narrow = dict.fromkeys((1, 2, 4) if self._hopper else (1, 2, 4, 8))
         jobs: list[Callable[[], Any]] = [lambda t=tiles: self._narrow_call(t) for tiles in self._narrow]
         if self._hopper:
             jobs += [lambda m=m: self._wide_call(m) for m in wide_gemm.TOKENS]

@@ -5,7 +5,7 @@
 // 16-byte load, its inputs of x another, and contraction order within an instruction is free: no shared memory, no shuffle.
 // The products of one group are summed apart and multiplied by their scale in float32: a weight is an exact integer.
 //
-// A block takes strips of 16 * ROW_TILES * WARPS_N rows; its WARPS_K sets of warps, and the blocks of its cluster (gridDim.y), share the
+// A block owns 16 * ROW_TILES * WARPS_N rows; its WARPS_K sets of warps, and the blocks of its cluster (gridDim.y), share the
 // 128-input blocks of K between them and add up through shared memory, in a fixed order: results do not vary between runs.
 //
 // Blocks along z take 8 * TOKEN_TILES tokens each. group_step is 1, or 0 where all inputs are one group.
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
     extern __shared__ float sums[]; // [WARPS_K][8 * TOKEN_TILES][PITCH]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
-    const int tiles = (N + 15) / 16, strips = (N + ROWS - 1) / ROWS; // tiles of 16 rows; a block takes every gridDim.x-th strip
+    const int tiles = (N + 15) / 16, tile0 = (blockIdx.x * WARPS_N + warp_n) * ROW_TILES; // tiles of 16 rows
     const int blocks = (K + 127) / 128, stride = gridDim.y * WARPS_K;
     const int token0 = blockIdx.z * 8 * TOKEN_TILES;
     x += (size_t)token0 * x_stride, out += (size_t)token0 * N, M = min(M - token0, 8 * TOKEN_TILES);
@@ -127,10 +127,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
 
     // Rows past the last tile read the last one again, tokens past M the last one: neither is written.
     Stage stage[STAGES];
-    auto load = [&](Stage& s, int strip, int block) {
+    auto load = [&](Stage& s, int block) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; r++) {
-            const int tile = min((strip * WARPS_N + warp_n) * ROW_TILES + r, tiles - 1);
+            const int tile = min(tile0 + r, tiles - 1);
             const uint4* p = words + ((size_t)block * tiles + tile) * 64 + lane;
             s.word[r][0] = load_weights(p, policy), s.word[r][1] = load_weights(p + 32, policy);
 #pragma unroll
@@ -222,73 +222,64 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
     };
 
     const int first = blockIdx.y * WARPS_K + warp_k;
-    auto preload = [&](int strip) {
 #pragma unroll
-        for (int d = 0; d < STAGES; d++)
-            if (first + d * stride < blocks) load(stage[d], strip, first + d * stride);
-    };
-    preload(blockIdx.x);
+    for (int d = 0; d < STAGES; d++)
+        if (first + d * stride < blocks) load(stage[d], first + d * stride);
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory"); // weights are written by no step; x is, by the kernel before
 #endif
-    const int peers = gridDim.y, rank = blockIdx.y;
-    const u32 base = (u32)__cvta_generic_to_shared(sums);
-    auto meet = [&]() {
-#if __CUDA_ARCH__ >= 900
-        if (peers > 1)
-            asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-        else
-#endif
-            __syncthreads();
-    };
-    for (int strip = blockIdx.x; strip < strips; strip += gridDim.x) {
-        if (first < blocks) load_step(0, first, 0);
-        for (int block = first; block < blocks; block += STAGES * stride) {
+    if (first < blocks) load_step(0, first, 0);
+    for (int block = first; block < blocks; block += STAGES * stride) {
 #pragma unroll
-            for (int d = 0; d < STAGES; d++) {
-                const int here = block + d * stride;
-                if (here < blocks) {
-                    compute(stage[d], here, min(here + stride, blocks - 1));
-                    if (here + STAGES * stride < blocks) load(stage[d], strip, here + STAGES * stride);
-                }
+        for (int d = 0; d < STAGES; d++) {
+            const int here = block + d * stride;
+            if (here < blocks) {
+                compute(stage[d], here, min(here + stride, blocks - 1));
+                if (here + STAGES * stride < blocks) load(stage[d], here + STAGES * stride);
             }
         }
-        if (strip + gridDim.x < strips) preload(strip + gridDim.x); // memory stays busy while this strip is added up
+    }
 
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; r++)
+    for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
-            for (int j = 0; j < TOKEN_TILES; j++)
+        for (int j = 0; j < TOKEN_TILES; j++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int token = 8 * j + 2 * t + e % 2, row = warp_n * 16 * ROW_TILES + 16 * r + g + e / 2 * 8;
-                    sums[warp_k * SLICE + token * PITCH + row] = acc[r][j][e];
-                    acc[r][j][e] = 0;
-                }
-        meet();
-        for (int e = rank * THREADS + threadIdx.x; e < M * ROWS; e += peers * THREADS) {
-            const int token = e / ROWS, row = e % ROWS, n = strip * ROWS + row, at = token * PITCH + row;
-            float sum = 0;
-            for (int peer = 0; peer < peers; peer++) {
-#pragma unroll
-                for (int s = 0; s < WARPS_K; s++) {
-                    float v;
+            for (int e = 0; e < 4; e++)
+                sums[warp_k * SLICE + (8 * j + 2 * t + e % 2) * PITCH + warp_n * 16 * ROW_TILES + 16 * r + g + e / 2 * 8] = acc[r][j][e];
+
+    const int peers = gridDim.y, rank = blockIdx.y;
 #if __CUDA_ARCH__ >= 900
-                    u32 address;
-                    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(base + 4 * (s * SLICE + at)), "r"(peer));
-                    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
-#else
-                    v = sums[s * SLICE + at];
+    if (peers > 1)
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else
 #endif
-                    sum += v;
-                }
-            }
-            if (n < N) {
-                if (bias) sum += widen(bias[n], BF16);
-                out[(size_t)token * N + n] = narrow(sum);
+        __syncthreads();
+    const u32 base = (u32)__cvta_generic_to_shared(sums);
+    for (int e = rank * THREADS + threadIdx.x; e < M * ROWS; e += peers * THREADS) {
+        const int token = e / ROWS, row = e % ROWS, n = blockIdx.x * ROWS + row, at = token * PITCH + row;
+        float sum = 0;
+        for (int peer = 0; peer < peers; peer++) {
+#pragma unroll
+            for (int s = 0; s < WARPS_K; s++) {
+                float v;
+#if __CUDA_ARCH__ >= 900
+                u32 address;
+                asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(base + 4 * (s * SLICE + at)), "r"(peer));
+                asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
+#else
+                v = sums[s * SLICE + at];
+#endif
+                sum += v;
             }
         }
-        // sums are read by peers: neither the next strip nor the end of this block may come before
-        if (peers > 1 || strip + gridDim.x < strips) meet();
+        if (n < N) {
+            if (bias) sum += widen(bias[n], BF16);
+            out[(size_t)token * N + n] = narrow(sum);
+        }
     }
+#if __CUDA_ARCH__ >= 900
+    // a block's shared memory must outlive its peers' reads
+    if (peers > 1) asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
 }

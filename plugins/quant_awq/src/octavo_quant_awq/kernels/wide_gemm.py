@@ -16,15 +16,15 @@ from torch import Tensor
 from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_source
 from octavo_quant_awq.kernels.cuda_gemm import Variant
 
-MAX_ROWS = 512
-"""Rows up to which it beats dequantising and cuBLAS."""
-TOKENS = (32, 64, 128)
+MAX_ROWS = 256
+"""Rows up to which it beats dequantising and cuBLAS, on the matrices of an 8B model together."""
+TOKENS = (64, 128)
 """Rows of x that an instruction may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class WideShape:
-    """tokens: rows of x that an instruction takes (32, 64 or 128); groups: warpgroups of 64 outputs; stages: blocks of x in flight;
+    """tokens: rows of x that an instruction takes (32, 64 or 128 were measured); groups: warpgroups of 64 outputs; stages: blocks of x in flight;
     cluster: blocks that share K; depth: blocks of weights in flight a warp."""
 
     tokens: int
@@ -55,10 +55,14 @@ class WideFunctions:
 def choose_shape(m: int, rows: int, inputs: int) -> WideShape:
     """The shape for m rows of x times a matrix [rows, inputs]."""
     tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
-    strips, blocks, cluster = -(-rows // 128) * -(-m // tokens), -(-inputs // 128), 1
-    while cluster < 4 and strips * cluster < 100 and 4 * cluster <= blocks:
-        cluster *= 2
-    return WideShape(tokens, 2, 4 if tokens < 128 else 3, cluster)
+    strips, blocks = -(-rows // 128), -(-inputs // 128)
+    if tokens == TOKENS[0]:
+        groups, cluster = (1, 4) if strips < 40 else (2, 2) if strips < 100 else (1, 2)
+    else:
+        groups, cluster = 2, 1 if strips * -(-m // tokens) >= 96 else 2
+    while cluster > 1 and 2 * cluster > blocks:
+        cluster //= 2
+    return WideShape(tokens, groups, 4 if tokens == TOKENS[0] else 3, cluster)
 
 
 def supported(device: torch.device) -> bool:

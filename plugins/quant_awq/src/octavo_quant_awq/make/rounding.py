@@ -12,7 +12,7 @@ from torch import Tensor
 RATIOS = tuple(i / 20 for i in range(20))
 """Exponents of the activations that are tried for a scale."""
 SHRINKS = tuple(i / 20 for i in range(10))
-"""Shares of a group's range that are tried to be cut off."""
+"""Shares of a group's range that are tried to be cut off, from both ends alike and from each end of its own."""
 
 
 def round_groups(weight: Tensor, group: int, *, zero_point: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,16 +68,20 @@ def clip(weight: Tensor, x: Tensor, group: int, *, zero_point: bool) -> Tensor:
     for start in range(0, len(weight), step):
         part = weight[start : start + step].float()
         w = part.unflatten(1, (-1, group))
-        top = w.abs().amax(-1, keepdim=True)
-        best, chosen = torch.full_like(top, float("inf")), top.clone()
+        low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
+        top = torch.maximum(high, -low)
+        best, bottom, ceiling = torch.full_like(top, float("inf")), low, high
         for shrink in SHRINKS:
-            limit = top * (1 - shrink)
-            cut = torch.minimum(torch.maximum(w, -limit), limit)
-            change = rounded(cut.flatten(1), group, zero_point=zero_point).unflatten(1, (-1, group)) - w
-            error = _error(change, inputs, gram)
-            better = error < best
-            best, chosen = torch.where(better, error, best), torch.where(better, limit, chosen)
-        found[start : start + step] = torch.minimum(torch.maximum(w, -chosen), chosen).flatten(1)
+            keep = 1 - shrink
+            # the same limit on either side, and each side's own: the second cuts both ends of a lopsided group
+            for least, most in ((-top * keep, top * keep), (low * keep, high * keep)) if shrink else ((low, high),):
+                cut = torch.minimum(torch.maximum(w, least), most)
+                change = rounded(cut.flatten(1), group, zero_point=zero_point).unflatten(1, (-1, group)) - w
+                error = _error(change, inputs, gram)
+                better = error < best
+                best = torch.where(better, error, best)
+                bottom, ceiling = torch.where(better, least, bottom), torch.where(better, most, ceiling)
+        found[start : start + step] = torch.minimum(torch.maximum(w, bottom), ceiling).flatten(1)
     return found
 
 
