@@ -47,11 +47,14 @@ class Tile:
 
 
 def tiles(pairs: int, experts: int, inner: int, bits: int) -> tuple[Tile, Tile]:
-    """(gate_up, down) for `pairs` rows over `experts` of width `inner`, with weights of `bits`."""
+    """(gate_up, down) for `pairs` rows over `experts` of width `inner`, with weights of `bits` (32: of anything
+    under float32 inputs)."""
     if bits == 32:
         return Tile(16, 32, 32, 4, 3), Tile(16, 64, 32, 4, 3)
     if pairs <= FEW:
         m = 16 if pairs <= 4 * experts else 32 if pairs <= 16 * experts else 64
+        if bits == 8 and m == 16:
+            return Tile(m, 64, 128, 4, 4), Tile(m, 64, 128, 4, 4)
         narrow = pairs <= 64 and inner >= 2048  # else fewer, larger programs
         return Tile(m, 32, 128, 4, 5 if m == 16 else 4), Tile(m, 32, 128, 4, 5) if narrow else Tile(m, 64, 128, 4, 4)
     each = pairs // experts
@@ -126,7 +129,7 @@ class GroupedExperts:
         ):
             raise ValueError(f"experts_fp8: scales {[list(s.shape) for s in scales]} do not fit {list(gate_up.shape)}")
         gate_up_scale, down_scale = (weights, weights) if scales is None else scales
-        first, second = tiles(pairs, count, inner, x.element_size() * 8)
+        first, second = tiles(pairs, count, inner, 32 if x.dtype == torch.float32 else gate_up.element_size() * 8)
         few = pairs <= FEW
         ids, weights = ids.contiguous(), weights.contiguous()
         order, counts = (ids, ids) if few else self._sort(ids.view(-1), count)
