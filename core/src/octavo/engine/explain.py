@@ -5,6 +5,7 @@ Owns the presentation only: every value and reason is the plan's own.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from octavo.catalog import CONTRACT
@@ -96,6 +97,15 @@ def _token_bytes(group: KVGroup) -> int:
     return group.page_bytes * len(group.layers) // group.block_size
 
 
+def _group_text(group: dict[str, Any]) -> str:
+    window = f" {group['window']}" if group["window"] else ""
+    return (
+        f"{len(group['layers'])} layers, {group['kind']}{window}: pages of {group['block_size']} tokens, "
+        f"{size_text(group['bytes_per_token'])} a token, {size_text(group['page_bytes'])}, "
+        f"{group['dtype']} {group['order']} = {group['page_shape']}"
+    )
+
+
 def render(plan: Plan) -> RenderableType:
     """The plan for a terminal (a rich renderable): one line per decision, and one per provider that lost."""
     from rich.console import Group
@@ -132,14 +142,8 @@ def render(plan: Plan) -> RenderableType:
             f"{cache['max_concurrency']:.2f} requests of {plan.limits.max_model_len:,} tokens at once"
         )
     )
-    for group in cache["groups"]:
-        window = f" {group['window']}" if group["window"] else ""
-        lines.append(
-            Text(
-                f"  {len(group['layers'])} layers, {group['kind']}{window}: pages of {group['block_size']} tokens, {size_text(group['bytes_per_token'])} a token, "
-                f"{size_text(group['page_bytes'])}, {group['dtype']} {group['order']} = {group['page_shape']}"
-            )
-        )
+    for text, count in Counter(_group_text(group) for group in cache["groups"]).items():
+        lines.append(Text(f"  {count} groups of {text}" if count > 1 else f"  {text}"))
     for problem in told["catalog"]["problems"]:
         text = f"{problem['distribution']}: {problem['kind']} {problem['name']} {problem['state']}: {problem['reason']}"
         lines.append(Text(text, style="red"))
