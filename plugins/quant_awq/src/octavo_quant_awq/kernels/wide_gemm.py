@@ -58,6 +58,8 @@ def choose_shape(m: int, rows: int, inputs: int) -> WideShape:
     strips, blocks = -(-rows // 128), -(-inputs // 128)
     if tokens == TOKENS[0]:
         groups, cluster = (1, 4) if strips < 40 else (2, 2) if strips < 100 else (1, 2)
+    elif m <= tokens and strips < 40 and blocks >= 64:
+        groups, cluster = 1, 2
     else:
         groups, cluster = 2, 1 if strips * -(-m // tokens) >= 96 else 2
     while cluster > 1 and 2 * cluster > blocks:
