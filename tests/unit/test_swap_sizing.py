@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from octavo.catalog import Device
 from octavo.config import EngineConfig
-from octavo.engine.sizing import Sizing, host_slots, pool_range
+from octavo.engine.sizing import Sizing, host_slots, pool_range, staging_bytes
 from octavo.errors import ConfigError
 
 GIB = 1 << 30
@@ -42,12 +42,24 @@ def test_a_pool_that_stays_has_no_range() -> None:
 
 
 def test_on_a_gpu_a_utilisation_is_a_share_of_its_memory() -> None:
-    found = pool_range(config(dynamic_memory=True), device("cuda"), sizing())
+    found = pool_range(config(dynamic_memory=True), device("cuda"), sizing(blocks=92_000))
     assert found is not None
-    assert found.blocks(0.9) == 1000
-    assert found.blocks(0.92) == 1000 + 2 * 1024, "two hundredths of 100 GiB in blocks of 1 MiB"
-    assert found.most == 1000 + 5 * 1024
-    assert found.blocks(0.5) == 100, "never below one full context"
+    assert found.blocks(0.9) == 92_000
+    assert found.blocks(0.92) == 92_000 + 2 * 1024, "two hundredths of 100 GiB in blocks of 1 MiB"
+    assert found.most == 92_000 + 5 * 1024
+    assert found.blocks(0.0) == 100, "never below one full context"
+
+
+def test_where_others_held_memory_the_range_reaches_to_what_the_device_alone_would_give() -> None:
+    found = pool_range(config(dynamic_memory=True), device("cuda"), sizing(blocks=1000))
+    assert found is not None
+    assert found.most == 0.9 * 100 * 1024 - 1, "blocks of 1 MiB, one of them scratch"
+
+
+def test_a_gpu_has_a_little_memory_for_copies_where_anything_is_swapped() -> None:
+    assert staging_bytes(config(), device("cuda")) == 0 == staging_bytes(config(swap_space=1), device("cpu"))
+    given = [staging_bytes(config(swap_space=1), device("cuda", gib * GIB)) >> 20 for gib in (8, 80, 141, 288)]
+    assert given == [64, 320, 512, 512]
 
 
 def test_elsewhere_the_pool_is_scaled_in_proportion() -> None:

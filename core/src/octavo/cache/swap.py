@@ -31,15 +31,17 @@ from octavo.cache.pool import Pool
 from octavo.errors import ConfigError
 from octavo.request import FROM_HOST, MOVE, TO_HOST
 
-STAGING_BYTES = 64 << 20
-"""Size of one staging buffer on a GPU, as far as it holds at least one block."""
+STAGING_BUFFERS = 4
+"""Buffers on a GPU. As long as one is free, the compute stream does not wait for the bus."""
 
-STAGING_BUFFERS = 2
+MOVE_BYTES = 16 << 20
+"""Blocks are moved within the pool about this many bytes at a time."""
 
 
-def make_swap_space(pool: Pool, slots: int) -> SwapSpace:
-    """The copies of this pool. slots: blocks that host memory holds; 0 still moves blocks within the pool."""
-    return CudaSwapSpace(pool, slots) if pool.device.type == "cuda" else SwapSpace(pool, slots)
+def make_swap_space(pool: Pool, slots: int, staging_bytes: int = 64 << 20) -> SwapSpace:
+    """The copies of this pool. slots: blocks that host memory holds; 0 still moves blocks within the pool.
+    staging_bytes: of all staging buffers on a GPU together, as far as each holds at least one block."""
+    return CudaSwapSpace(pool, slots, staging_bytes) if pool.device.type == "cuda" else SwapSpace(pool, slots)
 
 
 class SwapSpace:
@@ -93,12 +95,13 @@ class SwapSpace:
 class CudaSwapSpace(SwapSpace):
     """The same in pinned memory, without waiting for the device."""
 
-    def __init__(self, pool: Pool, slots: int) -> None:
+    def __init__(self, pool: Pool, slots: int, staging_bytes: int) -> None:
         self._device = pool.device
         super().__init__(pool, slots)
         first = self._pages[0]
         block_bytes = len(self._pages) * first.shape[1] * first.itemsize
-        self._chunk = max(1, STAGING_BYTES // block_bytes)
+        self._chunk = max(1, staging_bytes // STAGING_BUFFERS // block_bytes)  # blocks of a buffer
+        self._move_chunk = max(1, MOVE_BYTES // block_bytes)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         shape = (self._chunk, len(self._pages), first.shape[1])
         count = STAGING_BUFFERS if slots else 0
@@ -113,7 +116,7 @@ class CudaSwapSpace(SwapSpace):
 
     def _store(self, blocks: np.ndarray, slots: np.ndarray) -> None:
         compute = torch.cuda.current_stream(self._device)
-        for part in self._chunks(len(blocks)):
+        for part in _parts(len(blocks), self._chunk):
             buffer, free = self._next_buffer()
             ids = self._ids(blocks[part])
             compute.wait_event(free)
@@ -129,7 +132,7 @@ class CudaSwapSpace(SwapSpace):
 
     def _load(self, slots: np.ndarray, blocks: np.ndarray) -> None:
         compute = torch.cuda.current_stream(self._device)
-        for part in self._chunks(len(blocks)):
+        for part in _parts(len(blocks), self._chunk):
             buffer, free = self._next_buffer()
             self._stream.wait_event(free)
             with torch.cuda.stream(self._stream):
@@ -144,11 +147,8 @@ class CudaSwapSpace(SwapSpace):
             free.record(compute)
 
     def _move(self, blocks: np.ndarray, targets: np.ndarray) -> None:
-        for part in self._chunks(len(blocks)):
+        for part in _parts(len(blocks), self._move_chunk):
             super()._move(blocks[part], targets[part])
-
-    def _chunks(self, count: int) -> Iterator[slice]:
-        return (slice(at, at + self._chunk) for at in range(0, count, self._chunk))
 
     def _next_buffer(self) -> tuple[Tensor, torch.cuda.Event]:
         self._turn = (self._turn + 1) % len(self._buffers)
@@ -156,6 +156,10 @@ class CudaSwapSpace(SwapSpace):
 
     def _ids(self, ids: np.ndarray) -> Tensor:
         return super()._ids(ids).pin_memory().to(self._device, non_blocking=True)
+
+
+def _parts(count: int, size: int) -> Iterator[slice]:
+    return (slice(at, at + size) for at in range(0, count, size))
 
 
 def runs(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:

@@ -18,7 +18,7 @@ import torch
 from octavo.attention.layer import PagedAttention
 from octavo.cache import prefix
 from octavo.cache.pool import Pool
-from octavo.cache.swap import make_swap_space
+from octavo.cache.swap import SwapSpace, make_swap_space
 from octavo.catalog import Catalog
 from octavo.config import EngineConfig
 from octavo.decision import OperatorSet
@@ -28,6 +28,7 @@ from octavo.engine.hugepages import collapse_into_huge_pages
 from octavo.engine.memory import MemoryWatch, PoolGovernor
 from octavo.engine.plan import Plan, plan_engine
 from octavo.engine.runner import ModelRunner
+from octavo.engine.sizing import staging_bytes
 from octavo.engine.swapping import SwapCost, measure
 from octavo.engine.swapping import policy as swap_policy
 from octavo.engine.threads import ThreadGovernor
@@ -158,7 +159,7 @@ def _runner(
         sampler,
         pool.scratch,
         before_step=_between_steps(plan),
-        swap=make_swap_space(pool, plan.host_slots) if plan.host_slots or plan.elastic else None,
+        swap=_swap_space(plan, pool),
         decode_inputs=operators.find("decode_inputs"),
     )
     if (
@@ -169,6 +170,13 @@ def _runner(
     ):
         runner.use_graphs()
     return runner
+
+
+def _swap_space(plan: Plan, pool: Pool) -> SwapSpace | None:
+    """What copies to and from host memory and within the pool, where either is wanted."""
+    if not plan.host_slots and plan.elastic is None:
+        return None
+    return make_swap_space(pool, plan.host_slots, staging_bytes(plan.config, plan.device))
 
 
 def _swap_cost(plan: Plan, device: torch.device) -> SwapCost | None:

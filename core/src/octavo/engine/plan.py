@@ -25,6 +25,7 @@ from octavo.engine.sizing import (
     linear_parameters,
     pool_range,
     size_pool,
+    staging_bytes,
     workspace_bytes,
 )
 from octavo.errors import ConfigError, LoadError
@@ -170,6 +171,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     if not source.quantization_config and not any(source.config.get(key) for key in EXPERTS):
         weights -= linear_parameters(facts, source.config) * (item - smaller)
     workspace = workspace_bytes(facts, source.config, limits, device, item)
+    workspace += staging_bytes(config, device)
     sizing = size_pool(config, device, groups, limits, weight_bytes=weights, workspace=workspace)
     why["num_blocks"] = sizing.reason
     elastic = pool_range(config, device, sizing)

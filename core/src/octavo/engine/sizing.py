@@ -196,6 +196,13 @@ def pool_range(config: EngineConfig, device: Device, sizing: Sizing) -> PoolRang
     return PoolRange(start, sizing.num_blocks, per_unit, sizing.blocks_per_context, whole)
 
 
+def staging_bytes(config: EngineConfig, device: Device) -> int:
+    """Memory of a GPU through which copies to and from host memory go: enough for some hundred blocks on their way."""
+    if device.type != "cuda" or not config.swap_space:
+        return 0
+    return min(max(device.memory // 256, 64 << 20), 512 << 20)
+
+
 def host_slots(config: EngineConfig, block_bytes: int, free: int) -> int:
     """Blocks that --swap-space holds. free: bytes of host memory that nobody holds. ConfigError if it holds
     none, or if the host does not have it."""
