@@ -212,7 +212,7 @@ def test_a_model_that_cannot_fit_is_refused_before_a_byte_of_it_is_read(tmp_path
 
 
 def test_a_shorter_context_is_suggested_and_never_taken_silently(tmp_path: Path) -> None:
-    long = folder(tmp_path / "m", max_position_embeddings=1 << 40)
+    long = folder(tmp_path / "m", layers=256, max_position_embeddings=1 << 24)
     with pytest.raises(ConfigError, match=r"--max-model-len \d+ would fit"):
         plan(long, load_format="dummy")
 
