@@ -40,6 +40,11 @@ class TritonOperators:
             ("small_linear", "plain"): linear.SmallLinear(launcher),
             ("route", "plain"): partial(route, launcher),
             ("experts", "plain"): grouped,
-            ("experts_fp8", "plain"): grouped,
+            **({("experts_fp8", "plain"): grouped} if _has_e4m3(parts) else {}),
             **{(name, "plain"): partial(function, launcher) for name, function in functions.items()},
         }
+
+
+def _has_e4m3(parts: OperatorParts) -> bool:
+    """Whether Triton converts e4m3 on this device: from capability 8.9 on."""
+    return parts.device.type != "cuda" or parts.device.capability >= (8, 9)
