@@ -89,6 +89,16 @@ def test_greedy_tokens_are_transformers_tokens_with_and_without_a_cached_prefix(
     assert greedy(llm(folder, enable_prefix_caching=False, max_num_batched_tokens=16), prompts, 12) == expected, "in chunks of 16"
 
 
+def test_samples_of_one_prompt_are_those_of_requests_of_their_own(model: tuple[Path, Any]) -> None:
+    """They share the prompt's blocks until they write: whatever a layer keeps is copied first."""
+    engine = llm(model[0])
+    ask: Any = [{"prompt_token_ids": PROMPT[:61]}]
+    common: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
+    together = engine.generate(ask, SamplingParams(n=3, seed=7, **common))[0].outputs
+    alone = [engine.generate(ask, SamplingParams(seed=7 + i, **common))[0].outputs[0] for i in range(3)]
+    assert [list(one.token_ids) for one in together] == [list(one.token_ids) for one in alone]
+
+
 def test_a_pool_that_is_too_small_for_all_changes_no_token(model: tuple[Path, Any]) -> None:
     folder, _ = model
     prompts = [[5 + (i * k) % 500 for i in range(40)] for k in (3, 5, 7, 11)]
