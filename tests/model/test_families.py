@@ -288,7 +288,12 @@ def test_the_experts_weights_are_counted_for_the_plan() -> None:
 
 def test_sinks_are_known_before_there_is_a_model() -> None:
     """An attention backend that has none must be able to refuse."""
-    assert all(layer.has_sinks and layer.sinks is None for layer in facts(config("gpt_oss", **OSS)).layers)
+    from octavo.engine.plan import attention_facts
+
+    found = facts(config("gpt_oss", **OSS))
+    assert all(layer.has_sinks and layer.sinks is None for layer in found.layers)
+    assert attention_facts(found, "float32", None)["sinks"] is True
+    assert attention_facts(facts(config("llama")), "float32", None)["sinks"] is False
 
 
 @pytest.mark.parametrize(
