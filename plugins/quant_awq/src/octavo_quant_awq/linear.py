@@ -7,17 +7,22 @@ slices of rows into its final place, so that loading holds no more than a slice 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from octavo.interfaces import Linear, Weights
 from torch import Tensor
 
-from octavo_quant_awq.formats import Format, Stored, check_shape
+from octavo_quant_awq.formats import Format, check_shape
 from octavo_quant_awq.settings import Scheme
 
 SLICE = 1 << 20
 """Weights that are unpacked at a time."""
+
+
+Taker = Callable[[str, int, int, Tensor], None]
+"""(tensor's name, first row of its module in the matrix, the module's rows, tensor)"""
 
 
 class Matrix(Protocol):
@@ -58,38 +63,29 @@ class FourBitLinear:
         self._make = lambda: make(self.out_features, self._group)
         self._matrix: Matrix | None = None
         self._waiting: set[str] = set()
+        takers: Mapping[str, Taker] = {
+            "q": self._take_q, "zeros": self._take_zeros, "scales": self._take_scales, "check": self._check,
+        }  # fmt: skip
         offset = 0
-        for name, rows in parts.items():
+        for module, rows in parts.items():
             for end, stored in form.tensors(rows, inputs, self._group).items():
-                self._declare(weights, f"{name}.{end}", stored, offset, rows)
+                name = f"{module}.{end}"
+                if not stored.optional:
+                    self._waiting.add(name)
+                fill = partial(self._fill, takers[stored.part], name, offset, rows)
+                weights.declare(name, stored.shape, fill, optional=stored.optional, dtypes=stored.dtypes)
             if bias:
-                self._waiting.add(f"{name}.bias")
-                weights.declare(f"{name}.bias", (rows,), self._filler(f"{name}.bias", offset, self._fill_bias))
+                name = f"{module}.bias"
+                self._waiting.add(name)
+                weights.declare(name, (rows,), partial(self._fill, self._take_bias, name, offset, rows))
             offset += rows
 
-    def _declare(self, weights: Weights, name: str, stored: Stored, offset: int, rows: int) -> None:
-        if not stored.optional:
-            self._waiting.add(name)
-        take: Callable[[int, Tensor], None]
-        if stored.part == "check":
-            take = lambda at, tensor: self._format.check(name, tensor, rows, self._inputs, self._group)  # noqa: E731
-        elif stored.part == "q":
-            take = lambda at, tensor: self._fill_q(at, rows, tensor)  # noqa: E731
-        elif stored.part == "zeros":
-            take = lambda at, tensor: self._fill_zeros(at, rows, tensor)  # noqa: E731
-        else:
-            take = lambda at, tensor: self._fill_scales(at, rows, tensor)  # noqa: E731
-        weights.declare(name, stored.shape, self._filler(name, offset, take), optional=stored.optional, dtypes=stored.dtypes)
-
-    def _filler(self, name: str, offset: int, take: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:
-        def fill(tensor: Tensor) -> None:
-            take(offset, tensor.to(self._device))
-            if name in self._waiting:  # a tensor that only confirms may come when the matrix is finished
-                self._waiting.remove(name)
-                if not self._waiting:
-                    self.matrix.finish()
-
-        return fill
+    def _fill(self, take: Taker, name: str, offset: int, rows: int, tensor: Tensor) -> None:
+        take(name, offset, rows, tensor.to(self._device))
+        if name in self._waiting:  # a tensor that only confirms may come when the matrix is finished
+            self._waiting.remove(name)
+            if not self._waiting:
+                self.matrix.finish()
 
     @property
     def matrix(self) -> Matrix:
@@ -98,20 +94,23 @@ class FourBitLinear:
             self._matrix = self._make()
         return self._matrix
 
-    def _fill_q(self, offset: int, rows: int, tensor: Tensor) -> None:
+    def _take_q(self, name: str, offset: int, rows: int, tensor: Tensor) -> None:
         step = max(8, SLICE // self._inputs // 8 * 8)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             self.matrix.put_q(offset + start, self._format.q(tensor, start, stop)[:, : self._inputs])
 
-    def _fill_zeros(self, offset: int, rows: int, tensor: Tensor) -> None:
+    def _take_zeros(self, name: str, offset: int, rows: int, tensor: Tensor) -> None:
         self.matrix.put_zeros(offset, self._format.zeros(tensor, rows, self._inputs // self._group))
 
-    def _fill_scales(self, offset: int, rows: int, tensor: Tensor) -> None:
+    def _take_scales(self, name: str, offset: int, rows: int, tensor: Tensor) -> None:
         self.matrix.put_scales(offset, self._format.scales(tensor, rows, self._inputs // self._group))
 
-    def _fill_bias(self, offset: int, tensor: Tensor) -> None:
+    def _take_bias(self, name: str, offset: int, rows: int, tensor: Tensor) -> None:
         self.matrix.put_bias(offset, tensor)
+
+    def _check(self, name: str, offset: int, rows: int, tensor: Tensor) -> None:
+        self._format.check(name, tensor, rows, self._inputs, self._group)
 
     def finish(self) -> None:
         if self._waiting:
@@ -141,6 +140,3 @@ class SideBySide:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([linear(x) for linear in self._linears], -1)
-
-    def dequantised(self) -> Any:
-        raise NotImplementedError("parts of this layer are plain")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from octavo.errors import LoadError
@@ -24,17 +24,19 @@ log = logging.getLogger(__name__)
 
 
 class FourBitQuantizer:
-    """interfaces.Quantizer of 4-bit weights; `read` makes the Scheme of the checkpoint's quantization_config."""
-
-    read: ClassVar[Callable[[Mapping[str, Any]], Scheme]]
+    """interfaces.Quantizer of 4-bit weights, but for the dialect that `read` reads."""
 
     def __init__(self, options: FourBitOptions, parts: QuantizerParts) -> None:
         self._device, self._dtype = torch_device(parts.device), getattr(torch, parts.dtype)
         self._weights, self._kernel = parts.weights, options.kernel
-        self._scheme = type(self).read(parts.config) if parts.config else DUMMY
+        self._scheme = self.read(parts.config) if parts.config else DUMMY
         self._format = format_of(self._scheme)
         self._plain = PlainQuantizer(None, parts)
         log.info("4-bit weights: %s, group %d", self._scheme.layout, self._scheme.group)
+
+    def read(self, config: Mapping[str, Any]) -> Scheme:
+        """The Scheme that a checkpoint's quantization_config describes. LoadError for what is not read."""
+        raise NotImplementedError
 
     def linear(
         self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, head: bool = False
@@ -88,19 +90,22 @@ class FourBitQuantizer:
 class AwqQuantizer(FourBitQuantizer):
     """AutoAWQ checkpoints."""
 
-    read = staticmethod(read_awq)
+    def read(self, config: Mapping[str, Any]) -> Scheme:
+        return read_awq(config)
 
 
 class GptqQuantizer(FourBitQuantizer):
     """GPTQ checkpoints."""
 
-    read = staticmethod(read_gptq)
+    def read(self, config: Mapping[str, Any]) -> Scheme:
+        return read_gptq(config)
 
 
 class PackQuantizer(FourBitQuantizer):
     """compressed-tensors pack-quantized checkpoints. The head must be in the ignore list."""
 
-    read = staticmethod(read_pack_quantized)
+    def read(self, config: Mapping[str, Any]) -> Scheme:
+        return read_pack_quantized(config)
 
     def linear(
         self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, head: bool = False

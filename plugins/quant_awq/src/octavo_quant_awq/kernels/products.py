@@ -41,7 +41,11 @@ class CudaProduct:
         if self._hopper:
             jobs += [lambda m=m: self._wide_call(m) for m in wide_gemm.TOKENS]
         with ThreadPoolExecutor(len(jobs)) as pool:  # compiling leaves the interpreter to others
-            list(pool.map(lambda job: job(), jobs))
+            list(pool.map(self._on_device, jobs))
+
+    def _on_device(self, job: Callable[[], Any]) -> Any:
+        with torch.cuda.device(self._device):  # a thread starts on the first GPU
+            return job()
 
     def _narrow_call(self, tiles: int) -> Any:
         shape = cuda_gemm.choose_shape(tiles, self._rows, self._inputs, clusters=self._hopper)

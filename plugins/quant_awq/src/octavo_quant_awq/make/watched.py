@@ -87,7 +87,8 @@ class WatchedModel:
         """length: tokens of a text. QuantizeError for a mixture of experts."""
         self.tensors = Tensors(task, budget)
         self.linears: list[tuple[Module, ...]] = []
-        self._device, self._length, self._visit, self._copies = torch_device(task.device), length, None, 1
+        self._device, self._length, self._copies = torch_device(task.device), length, 1
+        self._visit: Visitor | None = None
         self._task = task
         self._table = WeightTable()
         operators = OperatorSet(TorchOperators(None, OperatorParts(task.device, task.dtype)).ops, {})
