@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 from octavo.config import ServerConfig
 from octavo.server.app import create_app
+from octavo.server.connection import HttpConnection
 from octavo.server.serve import _Http, _uvicorn_config, listen
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -141,3 +144,24 @@ def test_two_hundred_slow_clients_hold_nobody_up(stage: str) -> None:
             return seconds
 
     assert asyncio.run(go()) < 1.0
+
+
+def test_a_connection_that_has_ended_is_gone_without_the_collectors_help() -> None:
+    """Cycles would pile up by the thousand between two looks of the garbage collector."""
+
+    async def go() -> list[str]:
+        async with serving() as (host, port):
+            for _ in range(5):
+                reader, writer = await asyncio.open_connection(host, port)
+                writer.write(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n")
+                await reader.readuntil(b"\r\n\r\n")
+                writer.close()
+                await asyncio.sleep(0.05)
+            return [type(thing).__name__ for thing in gc.get_objects() if type(thing) in (HttpConnection, RequestResponseCycle)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(go()) == []
+    finally:
+        gc.enable()

@@ -35,6 +35,9 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         super().connection_lost(exc)
+        # A connection and its last request refer to each other: apart, both go at once, without a search for cycles.
+        self.cycle, self.scope = None, None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

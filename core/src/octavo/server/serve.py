@@ -45,7 +45,7 @@ from octavo.server.tenants import Tenants
 log = logging.getLogger("octavo.server")
 
 _BACKLOG = 2048
-_GC = (10_000, 10, 50)  # a look through everything that a thousand streams hold takes too long to happen often
+_GC = (5_000, 10, 20)  # a look through everything that a thousand streams hold takes long: less often than by default
 _ACCEPTED_AT_ONCE = 16
 _MAX_FILES = 1 << 17
 _FLUSH_SECONDS = 1.0  # for the last events of streams that the drain has ended
