@@ -100,6 +100,7 @@ class PoolGovernor:
 
     def _to(self, wanted: int, utilization: float) -> None:
         usage = self._allocator.usage()
+        wanted = min(wanted, self._range.most)
         if wanted > usage.total:
             self._grow(wanted, utilization)
         else:
