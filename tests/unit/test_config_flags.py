@@ -62,6 +62,8 @@ def another_value(option: Option) -> tuple[str, Any]:
         return word, word
     if int in option.kinds:
         return "4321", 4321
+    if option.name == "rope_scaling_factor":
+        return "2.5", 2.5  # at least 1
     return ("0.5", 0.5) if float in option.kinds else ("word", "word")
 
 
