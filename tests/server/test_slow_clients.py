@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import time
@@ -44,8 +45,12 @@ def answer_to(talk: Callable[[Writer], Awaitable[None]], **settings: Any) -> tup
             reader, writer = await asyncio.open_connection(host, port)
             began = time.monotonic()
             talking = asyncio.create_task(talk(writer))
+            data = b""
             try:
-                data = await asyncio.wait_for(reader.read(), 10)
+                # A client that goes on sending to a closed connection may see a reset: what came before it counts.
+                with contextlib.suppress(ConnectionResetError):
+                    while piece := await asyncio.wait_for(reader.read(65536), 10):
+                        data += piece
             finally:
                 talking.cancel()
                 writer.close()
@@ -89,7 +94,7 @@ def test_a_body_that_drips_has_one_time_for_all_of_it() -> None:
         await drip(writer, b'{"prompt": "' + b"x" * 900)
 
     answer, seconds = answer_to(talk)
-    assert error_of(answer, 408)["code"] == "body_timeout" and 0.3 < seconds < 1.5
+    assert error_of(answer, 408)["code"] == "body_timeout" and 0.3 < seconds < 4  # two of them for the client to read it
     assert b"connection: close" in answer.lower()
 
 

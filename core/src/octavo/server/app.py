@@ -77,7 +77,7 @@ def create_app(llm: AsyncLLM | None, config: ServerConfig, names: Sequence[str],
 
 async def _answer(request: Request, exc: Exception) -> Response:
     error = to_api_error(exc, request.scope.get("octavo.request_id", ""))
-    return EarlyAnswer(error) if error.status == 413 else error.response()
+    return EarlyAnswer(error) if error.status in (408, 413) else error.response()
 
 
 async def _nobody(request: Request, exc: Exception) -> Response:
