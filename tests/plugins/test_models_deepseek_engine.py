@@ -118,7 +118,9 @@ V4: dict[str, Any] = {
 
 
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-LINEARS = re.compile(r"((?<!weights)_proj|_proj_with_mqa|attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|experts\.(\d+\.)?w[123])\.weight$")
+LINEARS = re.compile(
+    r"((?<!weights)_proj|_proj_with_mqa|attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|experts\.(\d+\.)?w[123])\.weight$"
+)
 
 
 def fp8_and_plain(config: dict[str, Any], folder: Path, scale: str, exponent: bool) -> tuple[Path, Path]:
