@@ -173,3 +173,11 @@ def test_the_plan_is_what_was_built(tiny: Path) -> None:
     engine: Engine = make_engine(tiny, num_gpu_blocks_override=64, late=1)
     told = json.loads(json.dumps(engine.explain))
     assert "late" in json.dumps(told) and engine.info.num_blocks == 64
+
+
+def test_the_first_token_of_a_prompt_has_no_log_probability_even_if_it_is_the_only_one(tiny: Path) -> None:
+    engine = make_engine(tiny)
+    for prompt in ([9], [9, 30]):
+        event = run(engine, [request(engine, "a", prompt, max_tokens=1, prompt_logprobs=0)])["a", 0].events[0]
+        assert event.prompt_logprobs is not None
+        assert event.prompt_logprobs[0] is None and len(event.prompt_logprobs) == len(prompt)

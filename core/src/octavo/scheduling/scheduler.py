@@ -354,6 +354,8 @@ class ContinuousScheduler:
             event.cached_tokens = max(sequence.cached, 0)
             event.queue_seconds = sequence.queued
             event.prompt_logprobs = sequence.prompt_logprobs
+            if len(sequence.prompt) == 1 and sequence.request.params.prompt_logprobs is not None:
+                event.prompt_logprobs = [None]  # nothing comes before the only token
             if sequence.sample == 0:
                 self._stats.prompt_tokens += len(sequence.prompt)
         return event
