@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.plugins.interpreter import PRELUDE
+
 PLUGIN = Path(__file__).parents[2] / "plugins" / "attention_triton" / "src"
 
 if find_spec("triton") is None:
@@ -48,17 +50,12 @@ SHARES: list[tuple[dict[str, Any], list[int], list[tuple[list[int], int]]]] = [
 ]
 """(shape, lengths, [(rows, tokens that they share)])"""
 
-SCRIPT = """
+SCRIPT = (
+    PRELUDE
+    + """
 import json, sys
 import numpy as np
 import torch
-import triton.runtime.interpreter as interpreter
-patch = interpreter._patch_lang_tensor
-def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to int; Triton 3.6 keeps scalars as [1]
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = patched
-torch.set_num_threads(1)
 from octavo.catalog import Device
 from octavo.interfaces import AttentionParts, SharedPrefix
 from octavo.testing.attention import check, check_prologue
@@ -115,6 +112,7 @@ for case in json.loads(sys.argv[1]):
             complaints[-1] += f"{merge}: {type(error).__name__}: {error}; "
 print(json.dumps(complaints))
 """
+)
 
 
 @pytest.fixture(scope="module")

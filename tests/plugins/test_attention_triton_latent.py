@@ -18,6 +18,8 @@ from octavo.catalog import Accept, Device, Needs, Provider, Reject
 from octavo.engine.plan import attention_facts
 from octavo.interfaces import AttentionLayer, KVSpec, ModelFacts
 
+from tests.plugins.interpreter import PRELUDE
+
 PLUGIN = Path(__file__).parents[2] / "plugins" / "attention_triton" / "src"
 H200 = Device("cuda", name="H200", capability=(9, 0))
 
@@ -87,16 +89,11 @@ def test_what_a_hook_returns_does_not_change_once_its_modules_are_loaded(monkeyp
     assert hook() == before
 
 
-SCRIPT = """
+SCRIPT = (
+    PRELUDE
+    + """
 import json, sys
 import torch
-import triton.runtime.interpreter as interpreter
-patch = interpreter._patch_lang_tensor
-def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to int; Triton 3.6 keeps scalars as [1]
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = patched
-torch.set_num_threads(1)
 from octavo.catalog import Device
 from octavo.interfaces import AttentionParts
 from octavo.testing.attention import check
@@ -122,6 +119,7 @@ for heads, dim, rope, dtype, size in json.loads(sys.argv[1]):
         complaints.append(f"{type(error).__name__}: {error}")
 print(json.dumps(complaints))
 """
+)
 CASES = [[4, 32, 16, "float32", 16], [3, 64, 32, "float16", 8], [20, 48, 16, "float32", 64]]
 
 

@@ -14,21 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.interpreter import PRELUDE
+
 PLUGIN = Path(__file__).parents[2] / "plugins" / "ops_triton" / "src"
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
 
-SCRIPT = """
+SCRIPT = (
+    PRELUDE
+    + """
 import json, traceback
 import torch
-import triton.runtime.interpreter as interpreter
-patch = interpreter._patch_lang_tensor
-def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to int; Triton 3.6 keeps scalars as [1]
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = patched
-torch.set_num_threads(1)
 torch.manual_seed(1)
 from octavo.catalog import Device
 from octavo.interfaces import Gate, OperatorParts, Routing
@@ -110,6 +107,7 @@ for check in (routing, few_pairs, sorted_pairs, sorted_pairs_in_groups, scaled_w
         found[check.__name__] = traceback.format_exc()
 print(json.dumps(found))
 """
+)
 
 
 @pytest.fixture(scope="module")

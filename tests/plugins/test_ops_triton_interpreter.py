@@ -15,21 +15,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.interpreter import PRELUDE
+
 PLUGIN = Path(__file__).parents[2] / "plugins" / "ops_triton" / "src"
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
 
-SCRIPT = '''
+SCRIPT = (
+    PRELUDE
+    + '''
 import json, traceback
 import numpy as np, torch
-import triton.runtime.interpreter as interpreter
-patch = interpreter._patch_lang_tensor
-def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to int; Triton 3.6 keeps scalars as [1]
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = patched
-torch.set_num_threads(1)
 torch.manual_seed(1)
 from octavo.catalog import Device
 from octavo.interfaces import OperatorParts
@@ -159,6 +156,7 @@ for check in (norms, rope, angles, inputs, activation, embedding, linear, draw_e
         found[check.__name__] = traceback.format_exc()
 print(json.dumps(found))
 '''
+)
 
 CHECKS = (
     "norms",

@@ -14,21 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.interpreter import PRELUDE
+
 SOURCE = Path(__file__).parents[2] / "plugins" / "quant_awq" / "src"
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
 
-SCRIPT = '''
+SCRIPT = (
+    PRELUDE
+    + '''
 import json, traceback
 import torch
-import triton.runtime.interpreter as interpreter
-patch = interpreter._patch_lang_tensor
-def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to int; Triton 3.6 keeps scalars as [1]
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = patched
-torch.set_num_threads(1)
 torch.manual_seed(1)
 from octavo_quant_awq.gpu import GpuMatrix
 from octavo_quant_awq.packing import Grouped
@@ -70,6 +67,7 @@ for name, run in CASES.items():
         results[name] = traceback.format_exc()
 print(json.dumps(results))
 '''
+)
 
 NAMES = ("blocks", "smaller groups", "smallest groups, no zero points", "one group", "less than a block", "split K", "no rows")
 

@@ -14,21 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.interpreter import PRELUDE
+
 PLUGINS = Path(__file__).parents[2] / "plugins"
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
 
-SCRIPT = """
+SCRIPT = (
+    PRELUDE
+    + """
 import json, traceback
 from functools import partial
 import torch
-import triton.runtime.interpreter as interpreter
-patch = interpreter._patch_lang_tensor
-def patched(tensor, scope):  # numpy 2.4 converts only 0-dimensional arrays to int; Triton 3.6 keeps scalars as [1]
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = patched
 import numpy as np
 import triton.language as tl
 convert = interpreter._convert_float
@@ -168,6 +166,7 @@ for check in (norms, gates, inputs, row_products, one_row, weights_only, widenin
         found[check.__name__] = traceback.format_exc()
 print(json.dumps(found))
 """
+)
 
 CHECKS = ("norms", "gates", "inputs", "row_products", "one_row", "weights_only", "widening", "block_products")
 
