@@ -1,7 +1,7 @@
 """A model that runs without an engine, for tests of model adapters, and transformers' model of the same config.
 
-Owns BareModel: an adapter, plain weights in a dict, core's torch attention over a cache of NaN in random page order, and
-hand-made steps. The conformance suite that uses it is `octavo.testing.model`.
+Owns BareModel: an adapter, plain weights in a dict, attention (core's torch backend unless another is asked for) over a cache
+of NaN in random page order, and hand-made steps. The conformance suite that uses it is `octavo.testing.model`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from octavo.cache.pool import plan_groups
 from octavo.catalog import Device
 from octavo.decision import OperatorSet
 from octavo.interfaces import (
+    AttentionBackend,
     AttentionLayer,
     AttentionParts,
     BoundGroup,
@@ -32,7 +33,7 @@ from octavo.interfaces import (
     Step,
     StepHost,
 )
-from octavo.model.linear import PlainQuantizer
+from octavo.model.linear import PlainQuantizer, torch_device
 from octavo.model.operators import TorchOperators
 
 
@@ -42,6 +43,7 @@ class DictWeights:
 
     def __init__(self) -> None:
         self.declared: dict[str, tuple[tuple[int, ...] | None, Callable[[Tensor], None], bool]] = {}
+        self.dtypes: dict[str, tuple[str, ...]] = {}
 
     def declare(
         self,
@@ -53,6 +55,7 @@ class DictWeights:
         dtypes: tuple[str, ...] = (),
     ) -> None:
         assert name not in self.declared, f"{name} is declared twice"
+        self.dtypes[name] = dtypes
         self.declared[name] = (shape, fill, optional)
 
     def fill(self, tensors: Mapping[str, Tensor], ignored: Callable[[str], bool]) -> None:
@@ -65,8 +68,15 @@ class DictWeights:
                 fill(tensors[name])
 
 
+def torch_attention(parts: AttentionParts) -> AttentionBackend:
+    """Core's own backend, which runs anywhere."""
+    return TorchAttention(None, parts)
+
+
 class BareModel:
-    """A model with its cache, and rows that remember how far they are. Feed it tokens in any portions."""
+    """A model with its cache, and rows that remember how far they are. Feed it tokens in any portions.
+
+    tensors may lie anywhere; weights, cache and steps are on `device`. attention makes the backend that keeps every group."""
 
     def __init__(
         self,
@@ -79,16 +89,19 @@ class BareModel:
         max_rows: int = 4,
         max_len: int = 256,
         quantizer: Callable[[Any, QuantizerParts], Quantizer] = PlainQuantizer,
+        device: Device | None = None,
+        attention: Callable[[AttentionParts], AttentionBackend] = torch_attention,
     ) -> None:
-        device, weights = Device(), DictWeights()
+        device, weights = device or Device(), DictWeights()
+        self.device = where = torch_device(device)
         facts = adapter.facts(config, dtype, dtype)
         limits = Limits(max_rows, max_rows * max_len, max_len)
-        self.attention = TorchAttention(None, AttentionParts(device, dtype))
+        self.attention = attention(AttentionParts(device, dtype))
         operators = OperatorSet(TorchOperators(None, OperatorParts(device, dtype)).ops, {})
         format = quantizer(None, QuantizerParts(device, dtype, {}, weights, operators.find))
         layers: dict[int, AttentionLayer] = {}
 
-        def attention(layer: AttentionLayer) -> PagedAttention:
+        def paged(layer: AttentionLayer) -> PagedAttention:
             layers[layer.index] = layer
             return PagedAttention(layer, self.attention, operators("qk_norm_rope"))
 
@@ -101,7 +114,7 @@ class BareModel:
                 weights=weights,
                 linear=format.linear,
                 tied=format.tied,
-                attention=attention,
+                attention=paged,
                 op=operators,
                 experts=format.experts,
             ),
@@ -117,9 +130,9 @@ class BareModel:
             layout = self.attention.layout(group.spec, group.block_size)
             columns = -(-max_len // group.block_size)
             order = random.permutation(max_rows * columns).astype(np.int32).reshape(max_rows, columns)
-            self._tables.append(torch.from_numpy(order))
+            self._tables.append(torch.from_numpy(order).to(where))
             shape, kind = (max_rows * columns, *layout.page_shape), getattr(torch, layout.dtype)
-            caches = tuple(torch.full(shape, float("nan"), dtype=kind) for _ in group.layers)
+            caches = tuple(torch.full(shape, float("nan"), dtype=kind, device=where) for _ in group.layers)
             bound.append(BoundGroup(group, layout, tuple(layers[i] for i in group.layers), caches))
         self.attention.bind(bound, limits)
         self._computed = [0] * max_rows
@@ -131,16 +144,20 @@ class BareModel:
         rows = np.array([row for row, _ in work], np.int64)
         counts = np.array([len(tokens) for _, tokens in work], np.int64)
         starts = np.array([self._computed[row] for row in rows], np.int64)
-        positions = torch.from_numpy(np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]))
-        token_rows = torch.from_numpy(np.repeat(rows, counts))
-        ends = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
-        limit = torch.tensor([(bounds or {}).get(int(row), 1 << 20) for row in rows])
+
+        def sent(column: Any) -> Tensor:
+            return torch.as_tensor(column).to(self.device)
+
+        positions = sent(np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]))
+        token_rows = sent(np.repeat(rows, counts))
+        ends = sent(np.concatenate([[0], np.cumsum(counts)]))
+        limit = np.array([(bounds or {}).get(int(row), 1 << 20) for row in rows])
         step = Step(
-            token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
+            token_ids=sent([token for _, tokens in work for token in tokens]),
             positions=positions,
             query_start=ends.int(),
-            seq_lens=torch.from_numpy(starts + counts).int(),
-            rows=torch.from_numpy(rows),
+            seq_lens=sent(starts + counts).int(),
+            rows=sent(rows),
             tables=tuple(self._tables),
             slot_mapping=tuple(
                 table[token_rows, positions // size].long() * size + positions % size
@@ -149,7 +166,7 @@ class BareModel:
             token_rows=token_rows,
             logit_index=ends[1:] - 1,
             host=StepHost(counts, starts + counts, rows, int(counts.sum()), int(counts.max()), int((starts + counts).max())),
-            rope_tokens=torch.repeat_interleave(limit, torch.from_numpy(counts)),
+            rope_tokens=sent(np.repeat(limit, counts)),
         )
         with torch.inference_mode():
             self.attention.prepare(step)
@@ -176,6 +193,38 @@ class BareModel:
             parts += self.run([(row, tokens[at : at + size])], **kw)
             at += size
         return torch.cat(parts)
+
+
+def random_tensors(adapter: ModelAdapter, config: Mapping[str, Any], *, seed: int = 0, spread: float = 0.2) -> dict[str, Tensor]:
+    """A checkpoint of a config without a model to make it: everything that the adapter declares, under the adapter's own
+    names, float32. Norms are near one, all else has standard deviation `spread`; tables of whole numbers are zero, for what
+    they may hold is the model's to know."""
+    weights, device = DictWeights(), Device()
+    operators = OperatorSet(TorchOperators(None, OperatorParts(device, "float32")).ops, {})
+    format = PlainQuantizer(None, QuantizerParts(device, "float32", {}, weights, operators.find))
+    adapter.build(
+        config,
+        ModelParts(
+            device=device,
+            dtype="float32",
+            limits=Limits(1, 1, 1),
+            weights=weights,
+            linear=format.linear,
+            tied=format.tied,
+            attention=lambda layer: PagedAttention(
+                layer, torch_attention(AttentionParts(device, "float32")), operators("qk_norm_rope")
+            ),
+            op=operators,
+            experts=format.experts,
+        ),
+    )
+    random, made = torch.Generator().manual_seed(seed), {}
+    for name, (shape, _, _) in weights.declared.items():
+        assert shape is not None, f"{name} has no shape of its own"
+        noise = torch.randn(shape, generator=random)
+        whole = bool(weights.dtypes[name]) and all("int" in kind for kind in weights.dtypes[name])
+        made[name] = torch.zeros(shape, dtype=torch.int64) if whole else 1 + 0.1 * noise if "norm" in name else spread * noise
+    return made
 
 
 def transformers_model(config: Mapping[str, Any], *, seed: int = 0, spread: float = 0.3) -> Any:

@@ -23,8 +23,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.interfaces import ModelAdapter
-from octavo.testing.bare_model import BareModel, DictWeights, checkpoint, right_logits, transformers_model
+from octavo.catalog import Device
+from octavo.interfaces import AttentionBackend, AttentionParts, ModelAdapter
+from octavo.testing.bare_model import (
+    BareModel,
+    DictWeights,
+    checkpoint,
+    random_tensors,
+    right_logits,
+    torch_attention,
+    transformers_model,
+)
 
 __all__ = [
     "BareModel",
@@ -33,7 +42,9 @@ __all__ = [
     "ModelTarget",
     "Oracle",
     "checkpoint",
+    "random_tensors",
     "right_logits",
+    "torch_attention",
     "transformers_model",
     "transformers_oracle",
 ]
@@ -63,12 +74,15 @@ def transformers_oracle(config: Mapping[str, Any], *, spread: float = 0.2) -> Or
 @dataclass(frozen=True)
 class ModelTarget:
     """The adapter under test (its class; called with options None and parts None), configs by a name of your choice, and
-    what they are compared with. tolerance: largest absolute error of a float32 logit."""
+    what they are compared with. tolerance: largest absolute error of a float32 logit. device and attention: where the model
+    runs and over which backend (default: the CPU, core's torch backend)."""
 
     adapter: Callable[[Any, None], ModelAdapter]
     configs: Mapping[str, Mapping[str, Any]]
     oracle: Callable[[Mapping[str, Any]], Oracle] = transformers_oracle
     tolerance: float = 1e-4
+    device: Device | None = None
+    attention: Callable[[AttentionParts], AttentionBackend] = torch_attention
 
 
 class ModelSuite:
@@ -87,9 +101,8 @@ class ModelSuite:
 
     def build(self, case: str, **kw: Any) -> BareModel:
         """The model of a case with the oracle's weights."""
-        return BareModel(
-            self.target.adapter(None, None), self.target.configs[case], self.oracle(case).tensors, block_size=BLOCK, **kw
-        )
+        options = {"block_size": BLOCK, "device": self.target.device, "attention": self.target.attention} | kw
+        return BareModel(self.target.adapter(None, None), self.target.configs[case], self.oracle(case).tensors, **options)
 
     def prompt(self, case: str, seed: int = 0, length: int = LENGTH) -> list[int]:
         vocab = self.target.adapter(None, None).facts(self.target.configs[case], "float32", "auto").vocab_size
@@ -98,7 +111,7 @@ class ModelSuite:
     def close(self, found: Tensor, right: Tensor, what: str) -> None:
         assert found.dtype == torch.float32 and found.shape == right.shape, f"{what}: {found.dtype} {tuple(found.shape)}"
         assert bool(torch.isfinite(found).all()), f"{what}: not finite: something unwritten was read"
-        error = float((found - right).abs().max())
+        error = float((found.cpu() - right).abs().max())
         assert error <= self.target.tolerance, f"{what}: off by {error:.1e}, at most {self.target.tolerance:.0e}"
 
     # ------------------------------------------------------------ logits
@@ -152,7 +165,7 @@ class ModelSuite:
     def test_bfloat16_stays_near(self, case: str) -> None:
         """Within what a reduced mantissa does to a sum over all layers: a wrong dtype on the way, or an overflow, is more."""
         prompt = self.prompt(case)
-        found = self.build(case, dtype="bfloat16").feed(0, prompt, [20, 1, 19], bounds={0: LENGTH})
+        found = self.build(case, dtype="bfloat16").feed(0, prompt, [20, 1, 19], bounds={0: LENGTH}).cpu()
         right = self.oracle(case).logits(prompt)
         assert found.dtype == torch.float32 and bool(torch.isfinite(found).all())
         ahead = torch.nn.functional.cosine_similarity(found, right, dim=-1)
