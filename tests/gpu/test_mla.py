@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "attention_triton
 
 from octavo.bench.kernel import cuda_device
 from octavo.testing.attention import AttentionTarget, check
-from octavo.testing.latent import LatentSuite, latent
+from octavo.testing.latent import SHAPES, LatentSuite, latent
 from octavo.testing.paged import Scene, reference
 from octavo_attention_triton.latent_provider import LatentOptions, provider
 
@@ -35,6 +35,7 @@ class TestAuto(LatentSuite):
 
 class TestPortable(LatentSuite):
     target = target("portable", BF16)
+    shapes = SHAPES[:2]
 
 
 def test_a_row_of_many_parts_is_added_up_the_same_way_every_time() -> None:
