@@ -96,3 +96,24 @@ def test_a_prefix_that_rows_share_is_read_once_and_changes_no_token(tiny: Path, 
     for i, prompt in enumerate(prompts):
         solo = alone(plain, request(plain, "solo", prompt, max_tokens=20, ignore_eos=True))
         assert together[str(i), 0].tokens == solo["solo", 0].tokens
+
+
+@pytest.mark.parametrize("shared_bytes", [0, 1 << 40], ids=["prefix read once", "prefix read by every row"])
+def test_the_end_of_a_cached_prompt_is_replayed_and_changes_no_token(tiny: Path, shared_bytes: int) -> None:
+    options = {"attention": {"triton": {"shared_prefix_bytes": shared_bytes}}}
+    gpu = gpu_engine(tiny, block_size=16, plugins=options, num_gpu_blocks_override=128)
+    plain = gpu_engine(tiny, block_size=16, enforce_eager=True, enable_prefix_caching=False, num_gpu_blocks_override=128)
+    prefix = [9 + i % 190 for i in range(140)]
+    prompts = [[*prefix, *range(30, 31 + n)] for n in (0, 2, 11, 40, 70)]
+    alone(gpu, request(gpu, "first", prefix, max_tokens=1))
+    steps: list[int] = []
+    runner = gpu._executor._runner
+    prefill = runner._eager
+    runner._eager = lambda batch: steps.append(batch.num_tokens) or prefill(batch)
+    together = run(gpu, [request(gpu, str(i), p, max_tokens=20, ignore_eos=True) for i, p in enumerate(prompts)])
+    one_by_one = {i: alone(gpu, request(gpu, "x", p, max_tokens=20, ignore_eos=True)) for i, p in enumerate(prompts)}
+    assert steps == [], "a step was computed as a prompt"
+    for i, prompt in enumerate(prompts):
+        solo = alone(plain, request(plain, "solo", prompt, max_tokens=20, ignore_eos=True))["solo", 0].tokens
+        assert together[str(i), 0].tokens == solo
+        assert one_by_one[i]["x", 0].tokens == solo

@@ -41,6 +41,8 @@ CASES: list[tuple[dict[str, Any], list[int], list[list[int]]]] = [
         [[0, 40, 10], [1, 32, 1]],
     ),
     ({"kv_dtype": "float8_e5m2", "k_dim": 32}, [50, 33], [[0, 49, 1], [1, 13, 20]]),
+    # tokens of one sequence as rows of their own: the end of a prompt in a captured step
+    ({"k_dim": 32}, [37, 20, 9], [[0, 36, 1], [1, 19, 1], [0, 31, 1], [0, 33, 1], [0, 32, 1], [0, 35, 1], [0, 34, 1]]),
 ]
 
 SHARES: list[tuple[dict[str, Any], list[int], list[tuple[list[int], int]]]] = [
@@ -72,8 +74,7 @@ def run(facts, lengths, work, merge):
         for row in scene.rows:  # values that need no rounding
             row.k = [stored(x, shape.kv_dtype, shape.k_scale).to(x.dtype) for x in row.k]
             row.v = [stored(x, shape.kv_dtype, shape.v_scale).to(x.dtype) for x in row.v]
-    starts = {row: start for row, start, _ in work}
-    scene.fill([starts[i] for i in range(len(lengths))])
+    scene.fill([min((start for row, start, _ in work if row == i), default=n) for i, n in enumerate(lengths)])
     check(scene, [tuple(item) for item in work], lse=True)
     for row in scene.rows:
         keys, values = backend.gather(0, row.slot, row.length)

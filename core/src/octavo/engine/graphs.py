@@ -1,7 +1,10 @@
-"""DecodeGraphs: pure decode steps through captured graphs, one per batch-size bucket (and per kind of step, where the
-attention backend has several).
+"""StepGraphs: steps of one token a row through captured graphs, one per size (and per kind of step, where the attention
+backend has several).
 
-Owns the static buffers that a captured forward pass reads and writes. A bucket is captured when it
+Such a step launched kernel by kernel takes the host longer than the device. `octavo.engine.rows` says which steps qualify: all that
+decode, and the short ends of prompts whose beginning was cached.
+
+Owns the static buffers that a captured forward pass reads and writes. A size is captured when it
 is first needed. Padded rows belong to a state-table row of their own whose tables name only the
 pool's scratch page: they write there, attend to one token, and touch no block of a sequence.
 """
@@ -18,11 +21,13 @@ import torch
 from torch import Tensor
 
 from octavo.engine.inputs import StateTable
+from octavo.engine.rows import MOST_READ_AGAIN, MOST_TOKENS, TokenRows
 from octavo.interfaces import AttentionBackend, Limits, Model, Step, StepHost
-from octavo.request import Batch
 from octavo.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
+
+COLUMNS = 5
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -31,14 +36,22 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, max_num_seqs]
 
 
+def prompt_sizes(max_num_seqs: int) -> list[int]:
+    """Those of bucket_sizes that steps with prompt tokens are padded to: 16, 32, 64 and so on. Such a step is rare beside
+    one that decodes, so a few more padded rows cost less than a few more graphs."""
+    sizes = [1 << i for i in range(4, MOST_TOKENS.bit_length())]
+    return [s for s in sizes if s < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= MOST_TOKENS else [])
+
+
 class _Bucket:
     """Static buffers for `size` rows, and the graph once it is captured."""
 
     def __init__(self, size: int, state: StateTable, device: torch.device) -> None:
         self.size = size
-        # Rows, start positions, seeds, temperatures (float32, in the first half): all that the host sends for a decode step.
-        self.columns = torch.zeros((4, size), dtype=torch.int64, device=device)
-        self.columns[0] = state.scratch_row
+        # All that the host sends for a step: rows, positions, seeds, temperatures (float32, in the first half), and the row that
+        # a drawn token is written to: the scratch row where nothing is sampled.
+        self.columns = torch.zeros((COLUMNS, size), dtype=torch.int64, device=device)
+        self.columns[0] = self.columns[4] = state.scratch_row
         self.query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.index = torch.arange(size, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -60,8 +73,8 @@ class Answer:
         return Answer(*(None if t is None else t[:rows] for t in (self.logits, self.tokens, self.failed)))  # type: ignore[arg-type]
 
 
-class DecodeGraphs:
-    """`run` answers a decode batch, or says None where the step is none for a graph.
+class StepGraphs:
+    """`run` answers a step of one token a row, or says None where it is none for a graph.
 
     capture False runs the same padded step eagerly: what a graph computes, on any device, for tests.
     """
@@ -79,46 +92,52 @@ class DecodeGraphs:
     ) -> None:
         self._model, self._attention, self._sampler, self._state = model, attention, sampler, state
         self._device, self._capture = device, capture
-        self._sizes = bucket_sizes(limits.max_num_seqs)
+        self._sizes, self._prompt_sizes = bucket_sizes(limits.max_num_seqs), prompt_sizes(limits.max_num_seqs)
         self._variant = getattr(attention, "variant", None)  # interfaces.StepVariants
         self._buckets: dict[tuple[int, str], _Bucket] = {}  # by rows and the backend's kind of step
         self._memory = torch.cuda.graph_pool_handle() if capture else None
         self.seconds = 0.0  # spent capturing, in all
 
-    def run(self, batch: Batch) -> Answer | None:
-        """The answer to a batch in which every row computes and samples one token."""
-        rows = len(batch.slots)
-        if batch.num_tokens != rows or not batch.sample.all() or not (batch.num_new == 1).all():
+    def run(self, step: TokenRows) -> Answer | None:
+        """The answer to the rows that are sampled from. None: more rows than the largest size has, or more of the cache
+        read again than is gained."""
+        sizes = self._prompt_sizes if step.prompts else self._sizes
+        if len(step) > sizes[-1]:
             return None
-        size = self._sizes[bisect_left(self._sizes, rows)]
-        host = _host_lengths(batch, size, self._state.scratch_row)
-        key = size, ""
+        size = sizes[bisect_left(sizes, len(step))]
+        host = _host_lengths(step, size, self._state.scratch_row)
+        key, again = (size, ""), step.again
         if self._variant is not None:
-            host.shared = self._state.sharing.find(batch.slots, batch.start)
+            host.shared = self._state.sharing.find(step.slots, step.positions)
             key = size, self._variant(host)
+            if key[1]:
+                again -= sum((len(shared.rows) - 1) * shared.tokens for shared in host.shared)
+        if again > MOST_READ_AGAIN:
+            return None
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = _Bucket(size, self._state, self._device)
-        self._fill(bucket, batch)
+        self._fill(bucket, step)
         if self._capture and bucket.graph is None:
             self._record(bucket, host)
         if bucket.graph is None:
-            return self._forward(bucket, host).first(rows)
+            return self._forward(bucket, host).first(step.sampled)
         assert bucket.step is not None and bucket.answer is not None
         bucket.step.host = host
         self._attention.prepare(bucket.step)
         bucket.graph.replay()
-        return bucket.answer.first(rows)
+        return bucket.answer.first(step.sampled)
 
-    def _fill(self, bucket: _Bucket, batch: Batch) -> None:
+    def _fill(self, bucket: _Bucket, step: TokenRows) -> None:
         """One copy of everything that the host knows of the step, padding included."""
-        rows = len(batch.slots)
-        columns = np.zeros((4, bucket.size), np.int64)
-        columns[0] = self._state.scratch_row
-        columns[0, :rows], columns[1, :rows] = batch.slots, batch.start
+        columns = np.zeros((COLUMNS, bucket.size), np.int64)
+        columns[0] = columns[4] = self._state.scratch_row
+        columns[0, : len(step)], columns[1, : len(step)] = step.slots, step.positions
         if self._sampler.draw is not None:
-            temperature, columns[2, :rows] = self._sampler.columns(batch.slots)
-            columns[3].view(np.float32)[:rows] = temperature
+            sampled = step.slots[: step.sampled]
+            temperature, columns[2, : step.sampled] = self._sampler.columns(sampled)
+            columns[3].view(np.float32)[: step.sampled] = temperature
+            columns[4, : step.sampled] = sampled
         bucket.columns.copy_(self._state.send(columns), non_blocking=True)
 
     def _step(self, bucket: _Bucket, host: StepHost) -> tuple[Step, Tensor]:
@@ -133,9 +152,9 @@ class DecodeGraphs:
         logits = self._model.logits(self._model.forward(step))
         if self._sampler.draw is None:
             return Answer(logits)
-        rows, _, seed, warmth = bucket.columns.unbind()
+        _, _, seed, warmth, kept = bucket.columns.unbind()
         temperature = warmth.view(torch.float32)[: bucket.size]
-        keep = (self._state.tokens, rows)
+        keep = (self._state.tokens, kept)
         return Answer(logits, *self._sampler.draw(logits, temperature, seed, after, self._sampler.vocab, keep))
 
     def _record(self, bucket: _Bucket, host: StepHost) -> None:
@@ -154,13 +173,13 @@ class DecodeGraphs:
         kind = (
             f" with {', '.join(f'{len(s.rows)} rows over {s.tokens} shared tokens' for s in host.shared)}" if host.shared else ""
         )
-        log.info("captured the decode graph of %d rows%s in %.2f s", bucket.size, kind, time.perf_counter() - began)
+        log.info("captured the graph of %d rows%s in %.2f s", bucket.size, kind, time.perf_counter() - began)
 
 
-def _host_lengths(batch: Batch, size: int, scratch_row: int) -> StepHost:
+def _host_lengths(step: TokenRows, size: int, scratch_row: int) -> StepHost:
     """Lengths as a host-planning backend wants them; padded rows hold one token."""
     ones = np.ones(size, np.int64)
     lengths, rows = ones.copy(), np.full(size, scratch_row, np.int64)
-    lengths[: len(batch.slots)] = batch.start.astype(np.int64) + 1
-    rows[: len(batch.slots)] = batch.slots
+    lengths[: len(step)] = step.positions + 1
+    rows[: len(step)] = step.slots
     return StepHost(ones, lengths, rows, size, 1, int(lengths.max()))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from octavo.cache.swap import SwapSpace
-from octavo.engine.graphs import DecodeGraphs
+from octavo.engine.graphs import Answer, StepGraphs
 from octavo.engine.inputs import DecodeInputs, StateTable
+from octavo.engine.rows import may_split, token_rows
 from octavo.interfaces import AttentionBackend, KVGroup, Limits, Model
 from octavo.request import Batch, Result, SamplingParams, TableUpdate, TokenLogprobs
 from octavo.sampling.sampler import Sampled, Sampler, prompt_logprobs
@@ -65,14 +66,15 @@ class ModelRunner:
         self._limits, self._device = limits, device
         self._state = StateTable(groups, limits, device, scratch_page, decode_inputs)
         self._prompts: dict[int, tuple[SamplingParams, np.ndarray]] = {}  # slots that want prompt logprobs
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._before_step = before_step
         self._selects = bool(getattr(model, "selects", False))
         self._swap = swap
+        self._splits = may_split(groups)
 
     def use_graphs(self, *, capture: bool = True) -> None:
-        """Run pure decode steps padded to buckets, from captured graphs (or, for tests, the same eagerly)."""
-        self._graphs = DecodeGraphs(
+        """Run steps of few tokens padded to certain sizes, from captured graphs (or, for tests, the same eagerly)."""
+        self._graphs = StepGraphs(
             self._model, self._attention, self._sampler, self._state, self._limits, self._device, capture=capture
         )
 
@@ -83,7 +85,7 @@ class ModelRunner:
         self._admit(batch)
         self._state.apply(batch)
         rows = np.flatnonzero(batch.sample)
-        answer = self._graphs.run(batch) if self._graphs is not None else None
+        answer = self._replay(batch)
         if answer is None:
             logits, prompts = self._eager(batch)
         else:
@@ -124,6 +126,15 @@ class ModelRunner:
                 raise RuntimeError("a step copies to or from host memory, and this runner was built without a swap space")
             else:
                 self._swap.copy(kind, source, target)
+
+    def _replay(self, batch: Batch) -> Answer | None:
+        """The step from a captured graph, if it is one for it."""
+        if self._graphs is None:
+            return None
+        step = token_rows(batch, split=self._splits)
+        if step is None or (step.prompts and self._wants_prompts(batch)):
+            return None
+        return self._graphs.run(step)
 
     def _eager(self, batch: Batch) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Logits of the sampled rows, and prompt logprobs of those that want them."""

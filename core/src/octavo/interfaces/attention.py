@@ -67,6 +67,9 @@ class AttentionBackend(Protocol):
 
     Needs.facts for `accepts`: layers (tuple of AttentionLayer without tensors), kv_dtype,
     block_size (int or None: then Accept.preferences["block_sizes"] decides, best first).
+
+    graphs "decode": steps of one new token a row may be captured. Rows of such a step may be tokens of one sequence, in any
+    order (the short end of a prompt is run so): each sees what lies up to its own position, written in this step or before.
     """
 
     graphs: Literal["none", "decode", "all"]

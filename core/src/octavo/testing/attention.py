@@ -241,6 +241,14 @@ class AttentionSuite:
             scene.fill(starts)
             check(scene, order, lse=True)
 
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_tokens_of_one_sequence_may_be_rows_of_their_own(self, window: int | None, dtype: str) -> None:
+        """A captured step runs the end of a prompt as rows of one token, in any order, beside rows that decode."""
+        scene = self.target.scene(Shape(heads=(8, 2), window=window, dtype=dtype), [60, 17, 60, 33, 90, 5, 8])
+        scene.fill([48, 16, 59, 32, 89, 0, 7])
+        prompt = [(0, position, 1) for position in (59, 48, 50, 49, 58, 57, 51, 56, 55, 52, 54, 53)]
+        check(scene, [*prompt[:1], (1, 16, 1), (6, 7, 1), *prompt[1:]], lse=True)
+
     def test_the_order_of_pages_does_not_matter(self, dtype: str) -> None:
         answers = []
         for page_seed in (1, 2):
