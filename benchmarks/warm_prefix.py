@@ -1,9 +1,9 @@
 """Time to the first token with and without a warm prefix, on one engine in this process.
 
-    python benchmarks/warm_prefix.py [MODEL] [--prefix 2048] [--suffix 32] [--repeats 5]
+    python benchmarks/warm_prefix.py [MODEL] [--prefix 2048 8192] [--suffix 32] [--repeats 5]
 
 Cold and warm runs take turns: each pair forgets the prefix cache, asks cold, and asks again with another end. What is
-printed are medians, and by how much the warm one is below the cold one.
+printed are medians, and by how much the warm one is below the cold one; a line for each prefix and suffix.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from typing import Any
 
 import numpy as np
 from octavo.cache.prefix import PUBLIC
@@ -40,18 +41,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--prefix", type=int, default=2048)
-    parser.add_argument("--suffix", type=int, default=32)
+    parser.add_argument("--prefix", type=int, nargs="+", default=[2048])
+    parser.add_argument("--suffix", type=int, nargs="+", default=[32])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    config = EngineConfig(model=args.model, load_format=args.load_format, max_model_len=args.prefix + args.suffix + 64)
+    length = max(args.prefix) + max(args.suffix) + 64
+    config = EngineConfig(model=args.model, load_format=args.load_format, max_model_len=length)
     engine = build_engine(config, discover(config.plugins))
+    for prefix in args.prefix:
+        for suffix in args.suffix:
+            print(json.dumps({"model": args.model, **compare(engine, prefix, suffix, args.repeats)}))
+
+
+def compare(engine: Engine, prefix_tokens: int, suffix_tokens: int, repeats: int) -> dict[str, Any]:
+    """Medians of `repeats` pairs, one more of which comes first and does not count."""
     random = np.random.default_rng(0)
-    prefix = random.integers(100, 4000, args.prefix).tolist()
+    prefix = random.integers(100, 4000, prefix_tokens).tolist()
     cold, warm, found = [], [], 0
-    for turn in range(args.repeats + 1):  # the first pair does not count
+    for turn in range(repeats + 1):
         engine.prefixes.reset()
-        ends = random.integers(100, 4000, (2, args.suffix)).tolist()
+        ends = random.integers(100, 4000, (2, suffix_tokens)).tolist()
         seconds, cached = first_token(engine, f"cold{turn}", prefix + ends[0])
         assert cached == 0
         engine.prefixes.reset()
@@ -60,20 +69,14 @@ def main() -> None:
         if turn:
             cold.append(seconds)
             warm.append(again)
-    below = 1 - statistics.median(warm) / statistics.median(cold)
-    print(
-        json.dumps(
-            {
-                "model": args.model,
-                "device": engine.explain["device"]["type"],
-                "prompt": args.prefix + args.suffix,
-                "cached": found,
-                "cold_ms": round(1e3 * statistics.median(cold), 1),
-                "warm_ms": round(1e3 * statistics.median(warm), 1),
-                "warm_below_cold": round(below, 3),
-            }
-        )
-    )
+    return {
+        "device": engine.explain["device"]["type"],
+        "prompt": prefix_tokens + suffix_tokens,
+        "cached": found,
+        "cold_ms": round(1e3 * statistics.median(cold), 2),
+        "warm_ms": round(1e3 * statistics.median(warm), 2),
+        "warm_below_cold": round(1 - statistics.median(warm) / statistics.median(cold), 3),
+    }
 
 
 if __name__ == "__main__":
