@@ -38,26 +38,33 @@ DEVICE void issue_values(float (&acc)[V_DIM / 2], u32 (&p)[32], u32 values) {
     products_commit();
 }
 
+// Scores as they count: capped, and hidden ones -infinity where a tile has any. Masking is a pass of its own, so that the tiles
+// without hidden scores, which are nearly all, do not pay for the question.
+DEVICE void cap_and_mask(const PrefillArgs& a, float (&s)[64], const RowState& row, int token, bool masked) {
+    if (SOFTCAP)
+#pragma unroll
+        for (int n = 0; n < 64; ++n) s[n] = a.softcap * tanh_exact(s[n] * a.scale);
+    if (!masked) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        // Of this lane's columns n * 8 + c, those in (before, last] are visible.
+        int last = row.position[i] - token - 2 * (threadIdx.x % 4), before = a.window > 0 ? last - a.window : -1;
+#pragma unroll
+        for (int n = 0; n < 16; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                if (n * 8 + c > last || n * 8 + c <= before) s[4 * n + 2 * i + c] = NEGATIVE_INFINITY;
+    }
+}
+
 // Scores to weights, in place, and the factors by which earlier sums shrink.
-DEVICE void softmax(const PrefillArgs& a, float (&s)[64], RowState& row, int token, bool masked) {
-    int t = threadIdx.x % 4;
+DEVICE void softmax(const PrefillArgs& a, float (&s)[64], RowState& row) {
     float scale = SOFTCAP ? 1.0f : a.scale;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float top = row.top[i];
 #pragma unroll
-        for (int n = 0; n < 16; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float x = s[4 * n + 2 * i + c];
-                if (SOFTCAP) x = a.softcap * tanh_exact(x * a.scale);
-                if (masked) {
-                    int at = token + n * 8 + 2 * t + c;
-                    if (at > row.position[i] || (a.window > 0 && at <= row.position[i] - a.window)) x = NEGATIVE_INFINITY;
-                }
-                s[4 * n + 2 * i + c] = x;
-                top = fmaxf(top, x);
-            }
+        for (int n = 0; n < 16; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
         float base = top == NEGATIVE_INFINITY ? 0.0f : top * scale;
@@ -81,7 +88,8 @@ DEVICE void pack_weights(u32 (&p)[32], const float (&s)[64]) {
     for (int i = 0; i < 32; ++i) p[i] = pack<BF16>(s[2 * i], s[2 * i + 1]);
 }
 
-// Rows of V that are not this row's may be NaN, which a weight of zero would not silence. Both warpgroups clear them together.
+// Rows of V that are not this row's may be NaN, which a weight of zero would not silence. Both warpgroups clear them together; of an
+// FP8 cache the converters have done it.
 DEVICE void clear_values(Shared& shared, int place, int token, int low, int end) {
     for (int i = threadIdx.x - 128; i < TOKENS * V_DIM / 8; i += 256) {
         int row = i / (V_DIM / 8), at = token + row;
@@ -93,7 +101,7 @@ DEVICE void clear_values(Shared& shared, int place, int token, int low, int end)
 
 // V of the tile at `token` is there, and cleared where it must be. Before a warpgroup takes its turn: clearing needs both.
 DEVICE void clear_edge(Shared& shared, const Item& item, const Turn<STAGES>& value, int token) {
-    if (token >= item.low && token + TOKENS <= item.tile.end) return;
+    if (FP8 || (token >= item.low && token + TOKENS <= item.tile.end)) return;
     barrier_wait(shared_address(&shared.v_full[value.place]), value.parity);
     clear_values(shared, value.place, token, item.low, item.tile.end);
 }
@@ -171,7 +179,8 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
         pin(s);
         arrive_once_a_warp(shared.k_empty[key.place]);
         key.next();
-        softmax(a, s, row, item.first * TOKENS, masked(item.first * TOKENS));
+        cap_and_mask(a, s, row, item.first * TOKENS, masked(item.first * TOKENS));
+        softmax(a, s, row);
         pack_weights(p, s);
         int j = item.first;
         for (; j + 1 < item.last; ++j, value.next()) {
@@ -186,7 +195,8 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
             pin(s);
             arrive_once_a_warp(shared.k_empty[key.place]);
             key.next();
-            softmax(a, s, row, (j + 1) * TOKENS, masked((j + 1) * TOKENS));
+            cap_and_mask(a, s, row, (j + 1) * TOKENS, masked((j + 1) * TOKENS));
+            softmax(a, s, row);
             // Nobody reads it. Without a store that needs all weights, the assembler moves them behind the wait for V's product,
             // which they are there to hide.
             store_4_bytes(shared_address(shared.weighed + threadIdx.x - 128), __float_as_uint(row.sum[0] + row.sum[1]));
@@ -218,13 +228,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_hopper(const __
     wait_for_predecessor();
     release_successor();
     if (threadIdx.x < 128) {
-        give_registers<FP8 ? 48 : 72>();
+        give_registers<FP8 ? 48 : 40>();
         if (threadIdx.x < 32)
             copy_keys_and_values(a, shared);
         else
             copy_queries(a, shared);
     } else if (threadIdx.x < 384) {
-        take_registers<FP8 ? 208 : 216>();
+        take_registers<FP8 ? 208 : 232>();
         multiply(a, shared);
     } else {
         give_registers<48>();

@@ -187,34 +187,39 @@ DEVICE u32 widen(u32 x) {
     return BF16 ? pack_bf16(f16_to_float(y), f16_to_float(y >> 16)) : y;
 }
 
-// One thread a token: its row of FP8 values to a row of 16-bit values.
-template <typename Rows> DEVICE void convert_tile(u32 from, u32 to) {
+// One thread a token: its row of FP8 values to a row of 16-bit values, or of zeros if it is not `held`.
+template <typename Rows> DEVICE void convert_tile(u32 from, u32 to, bool held) {
     int row = threadIdx.x % CONVERTERS;
+    if (!held)
+        for (int c = 0; c < 2 * Rows::CHUNKS; ++c) zero_16_bytes(to + wide_at(row, c));
+    else
 #pragma unroll 4
-    for (int c = 0; c < Rows::CHUNKS; ++c) {
-        u32 x[4];
-        load_16_bytes(x, from + Rows::at(TOKENS, row, c));
-        store_16_bytes(to + wide_at(row, 2 * c), widen(x[0]), widen(x[0] >> 16), widen(x[1]), widen(x[1] >> 16));
-        store_16_bytes(to + wide_at(row, 2 * c + 1), widen(x[2]), widen(x[2] >> 16), widen(x[3]), widen(x[3] >> 16));
-    }
+        for (int c = 0; c < Rows::CHUNKS; ++c) {
+            u32 x[4];
+            load_16_bytes(x, from + Rows::at(TOKENS, row, c));
+            store_16_bytes(to + wide_at(row, 2 * c), widen(x[0]), widen(x[0] >> 16), widen(x[1]), widen(x[1] >> 16));
+            store_16_bytes(to + wide_at(row, 2 * c + 1), widen(x[2]), widen(x[2] >> 16), widen(x[3]), widen(x[3] >> 16));
+        }
     fence_copy_engine();
 }
 
-// By CONVERTERS threads: all tiles of all items, of an FP8 cache.
+// By CONVERTERS threads: all tiles of all items, of an FP8 cache. Rows that are not this row's may be NaN: of K their scores are
+// masked, of V they become zeros, since a weight of zero would not silence them.
 DEVICE void convert_keys_and_values(const PrefillArgs& a, Shared& shared) {
     Item item;
     Turn<STAGES> turn;
     for (int index = blockIdx.x; item_at(a, index, item); index += gridDim.x)
         for (int j = item.first; j < item.last; ++j, turn.next()) {
-            int place = turn.place;
+            int place = turn.place, token = j * TOKENS + threadIdx.x % CONVERTERS;
             barrier_wait(shared_address(&shared.raw_k_full[place]), turn.parity);
             barrier_wait(shared_address(&shared.k_empty[place]), turn.parity ^ 1);
-            convert_tile<KRows>(shared_address(shared.raw_k[place]), shared_address(shared.k[place]));
+            convert_tile<KRows>(shared_address(shared.raw_k[place]), shared_address(shared.k[place]), true);
             barrier_arrive(shared_address(&shared.raw_k_empty[place]));
             barrier_arrive(shared_address(&shared.k_full[place]));
             barrier_wait(shared_address(&shared.raw_v_full[place]), turn.parity);
             barrier_wait(shared_address(&shared.v_empty[place]), turn.parity ^ 1);
-            convert_tile<VRows>(shared_address(shared.raw_v[place]), shared_address(shared.v[place]));
+            bool held = token >= item.low && token < item.tile.end;
+            convert_tile<VRows>(shared_address(shared.raw_v[place]), shared_address(shared.v[place]), held);
             barrier_arrive(shared_address(&shared.raw_v_empty[place]));
             barrier_arrive(shared_address(&shared.v_full[place]));
         }
