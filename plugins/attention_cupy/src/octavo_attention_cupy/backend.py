@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
 
-from octavo_attention_cupy.bound import WRITE_THREADS, Binder, Bound, WorkMap
+from octavo_attention_cupy.bound import PROLOGUE_THREADS, WRITE_THREADS, Binder, Bound, WorkMap
 from octavo_attention_cupy.geometry import PageGeometry
 from octavo_attention_cupy.launch import DecodeArgs, PrefillArgs
 from octavo_attention_cupy.provider import FP8, CupyOptions
@@ -151,6 +151,41 @@ class CupyAttention:
         args.wide = (args.k | args.v) % 16 == 0 and (args.k_token | args.k_head | args.v_token | args.v_head) % 8 == 0
         threads = tokens * g.heads * (g.k_dim + g.v_dim) * g.element // 16
         bound.write((-(-threads // WRITE_THREADS), 1), args, self.device)
+
+    def prologue(
+        self,
+        layer: int,
+        step: Step,
+        qkv: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """`octavo.interfaces.FusedPrologue`: q is turned in place, K and V go to the cache."""
+        bound = self._layers[layer]
+        args, kernel, (tokens, heads, dim), rotary = bound.prologue_args, bound.prologue, qkv.shape, cos.shape[-1]
+        if kernel is None or dim != bound.layer.k_dim:
+            raise ValueError(
+                f"layer {layer}: qkv {list(qkv.shape)} is not as wide as K {bound.layer.k_dim} and V {bound.layer.v_dim}"
+            )
+        q = qkv[:, : bound.layer.num_heads]
+        if tokens == 0:
+            return q
+        args.qkv, args.cosine, args.sine = qkv.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        args.weight = 0 if weight is None else weight.data_ptr()
+        if (args.qkv | args.weight) % 16 or not all(
+            x.is_contiguous() for x in (qkv, cos, sin) + (() if weight is None else (weight,))
+        ):
+            raise ValueError(
+                f"layer {layer}: qkv, weight, cos and sin must be dense, qkv and weight start at multiples of 16 bytes"
+            )
+        args.slots = step.slot_mapping[bound.group].data_ptr()
+        args.tokens, args.rotary, args.eps = tokens, rotary, eps
+        args.wide = rotary % 16 == 0 and (args.cosine | args.sine) % 16 == 0
+        lanes = next(n for n in (2, 4, 8, 16, 32) if n * 8 >= dim)
+        kernel((-(-tokens * heads * lanes // PROLOGUE_THREADS), 1), args, self.device, early=self.capability >= (9, 0))
+        return q
 
     def run(self, layer: int, step: Step, q: torch.Tensor, out: torch.Tensor, *, lse: torch.Tensor | None = None) -> torch.Tensor:
         """Causal attention of q [T, heads, k_dim]; fills out [T, heads, v_dim] and lse (natural log, float32 [T, heads])."""

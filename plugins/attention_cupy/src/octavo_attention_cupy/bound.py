@@ -14,14 +14,14 @@ from octavo.interfaces import AttentionLayer, Limits
 
 from octavo_attention_cupy.compiler import load_function
 from octavo_attention_cupy.geometry import PageGeometry
-from octavo_attention_cupy.launch import DecodeArgs, Kernel, PlanArgs, PrefillArgs, WriteArgs
+from octavo_attention_cupy.launch import DecodeArgs, Kernel, PlanArgs, PrefillArgs, PrologueArgs, WriteArgs
 from octavo_attention_cupy.provider import FP8
 from octavo_attention_cupy.tuning import DecodeChoice, PrefillChoice, decode_choice, prefill_choice
 
 LOG2E = 1.4426950408889634
 ROW_WORK, BLOCK_WORK = 8, 12
 """int32 values of RowWork and BlockWork (cuda/work.cuh)."""
-PLAN_THREADS, WRITE_THREADS = 1024, 256
+PLAN_THREADS, WRITE_THREADS, PROLOGUE_THREADS = 1024, 256, 256
 
 
 @dataclass(slots=True)
@@ -60,6 +60,8 @@ class Bound:
     write: Kernel
     write_args: WriteArgs
     prefill_args: PrefillArgs
+    prologue: Kernel | None  # where K is as wide as V
+    prologue_args: PrologueArgs
 
     @property
     def prefill_tokens(self) -> int:
@@ -113,8 +115,8 @@ class Binder:
         dims = {"k_dim": layer.k_dim, "v_dim": layer.v_dim, "element": geometry.element, "shared_block": self.shared_block}
         sinks = None if layer.sinks is None else layer.sinks.detach().to(self.device, torch.float32).contiguous()
         common = self._common(layer, geometry, cache, sinks)
-        write = WriteArgs(**{name: common[name] for name in ("cache", "page_bytes", "page", "kv_heads", "v_scale")})
-        write.k_scale = layer.k_scale if geometry.dtype in FP8 else 1.0
+        stored = {name: common[name] for name in ("cache", "page_bytes", "page", "kv_heads", "v_scale")}
+        stored["k_scale"] = layer.k_scale if geometry.dtype in FP8 else 1.0
         softened = macros | {"SOFTCAP": layer.softcap > 0}
         tile = prefill_choice(**dims, hopper=self.hopper)
         decodes = {}
@@ -124,7 +126,9 @@ class Binder:
         return Bound(
             layer, group, geometry, cache, sinks, decodes, tile,
             self.kernel(tile.kernel, softened | tile.macros, what, tile.threads, tile.shared),
-            self.kernel("write", macros, what, WRITE_THREADS), write, PrefillArgs(**common, window=layer.window or 0),
+            self.kernel("write", macros, what, WRITE_THREADS), WriteArgs(**stored), PrefillArgs(**common, window=layer.window or 0),
+            self.kernel("prologue", macros, what, PROLOGUE_THREADS) if layer.k_dim == layer.v_dim else None,
+            PrologueArgs(**stored, heads=layer.num_heads),
         )  # fmt: skip
 
     def _common(

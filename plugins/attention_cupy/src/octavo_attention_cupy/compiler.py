@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from octavo_attention_cupy.launch import DecodeArgs, PlanArgs, PrefillArgs, WriteArgs
+from octavo_attention_cupy.launch import DecodeArgs, PlanArgs, PrefillArgs, PrologueArgs, WriteArgs
 
 HEADERS = (
     "decode_heads.cuh",
@@ -33,6 +33,7 @@ OPTIONS = ("--std=c++17",)
 ARGUMENTS: dict[str, type[ctypes.Structure]] = {
     "plan": PlanArgs,
     "write": WriteArgs,
+    "prologue": PrologueArgs,
     "decode": DecodeArgs,
     "prefill": PrefillArgs,
     "prefill_hopper": PrefillArgs,

@@ -40,6 +40,17 @@ class WriteArgs(ctypes.Structure):
     )
 
 
+class PrologueArgs(ctypes.Structure):
+    """PrologueArgs of cuda/prologue.cu."""
+
+    _fields_ = (
+        *_fields(POINTER, "qkv weight cosine sine cache slots"),
+        *_fields(I64, "page_bytes"),
+        *_fields(I32, "tokens page heads kv_heads rotary wide"),
+        *_fields(F32, "eps k_scale v_scale"),
+    )
+
+
 class DecodeArgs(ctypes.Structure):
     """DecodeArgs of cuda/decode.cu."""
 
