@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,17 @@ def test_a_text_becomes_windows_that_each_start_with_bos(tiny1: Path) -> None:
     assert calibration_windows(task(tiny1, "hello world " * 30), 16, 2) == windows[:2]
     with pytest.raises(QuantizeError, match="--calibrate"):
         calibration_windows(task(tiny1), 16)
+
+
+def test_the_matrices_of_experts_are_named_one_by_one_unless_they_are_stacked(tmp_path: Path) -> None:
+    common = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "vocab_size": 512,
+              "num_experts_per_tok": 2, "intermediate_size": 32}  # fmt: skip
+    mixtral = common | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2}
+    stacked = common | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 2, "head_dim": 16}
+    for name, config in (("each", mixtral), ("stacked", stacked)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    names = linear_modules(task(tmp_path / "each"))
+    assert names[4:] == tuple(f"model.layers.0.block_sparse_moe.experts.{e}.{w}" for e in (0, 1) for w in ("w1", "w3", "w2"))
+    with pytest.raises(QuantizeError, match="keeps its 2 experts in one tensor"):
+        linear_modules(task(tmp_path / "stacked"))

@@ -16,16 +16,50 @@ from octavo.engine.build import build_engine
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError, QuantizeError
 from octavo.plugins import discover
+from octavo.testing.model import checkpoint, transformers_model
 from safetensors.torch import load_file, save_file
 
 from tests.plugins.fp8 import round_e4m3
-from tests.tiny import tiny_llama
+from tests.tiny import BOS, EOS, VOCAB, tiny_llama, write_text_files
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "quant_fp8" / "src"))
 
 CATALOG = discover(extra_modules=["octavo_quant_fp8"])
 TEXT = "hello world, this is the page that you have not seen from the cache of Paris. " * 12
 IDS = [1, 20, 300, 41, 260, 7, 99, 411, 23, 8, 150, 377]
+
+
+MIXTURE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48,
+    "num_experts_per_tok": 2, "max_position_embeddings": 256, "bos_token_id": BOS, "eos_token_id": EOS,
+}  # fmt: skip
+MIXTURES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "mixtral": (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "intermediate_size": 136},
+        "block_sparse_moe.experts.3.w2",
+        "block_sparse_moe.gate",
+    ),
+    "qwen3_moe": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 136, "intermediate_size": 64},
+        "mlp.experts.3.down_proj",
+        "mlp.gate",
+    ),
+}
+"""By model_type: its config, one expert's matrix and the router of a layer."""
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A tiny mixture of experts, one expert's matrix and the router of its first layer."""
+    more, expert, router = MIXTURES[request.param]
+    config = MIXTURE | more | {"model_type": request.param}
+    folder = tmp_path_factory.mktemp("mixture") / request.param
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = checkpoint(transformers_model(config, spread=0.08), config)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    write_text_files(folder)
+    return folder, f"model.layers.0.{expert}", f"model.layers.0.{router}"
 
 
 def make(model: Path, out: Path, *pairs: str, text: str | None = None) -> dict[str, Any]:
@@ -62,15 +96,46 @@ def test_transformers_loads_what_is_made_and_computes_the_same(
     pairs: tuple[str, ...], near: float, model: Path, tmp_path: Path
 ) -> None:
     """Quantised activations differ where the last bit of a sum decides how one value is rounded."""
+    make(model, tmp_path / "out", *pairs, text=TEXT)
+    assert_transformers_agree(tmp_path / "out", near)
+
+
+def assert_transformers_agree(folder: Path, near: float) -> None:
     from transformers import AutoModelForCausalLM
 
-    make(model, tmp_path / "out", *pairs, text=TEXT)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         logprobs = theirs(torch.tensor([IDS])).logits[0].log_softmax(-1)
     want = logprobs[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
-    found = score(engine(tmp_path / "out", kv_cache_dtype="float32"), [IDS])[0]
+    found = score(engine(folder, kv_cache_dtype="float32"), [IDS])[0]
     torch.testing.assert_close(torch.tensor(found), want, rtol=0, atol=near)
+
+
+@pytest.mark.parametrize(("pairs", "near"), [((), 2e-2), (("activations=none", "weights=tensor"), 2e-4)])
+def test_transformers_loads_a_mixture_of_experts_and_computes_the_same(
+    pairs: tuple[str, ...], near: float, mixture: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    model, expert, router = mixture
+    made = make(model, tmp_path / "out", *pairs, text=TEXT)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert made["report"]["matrices"] == 2 * (4 + 4 * 3), "four of attention and three of each expert"
+    assert tensors[f"{expert}.weight"].dtype == torch.float8_e4m3fn and f"{expert}.weight_scale" in tensors
+    assert tensors[f"{router}.weight"].dtype == torch.float32
+    assert router in made["quantization_config"]["ignore"], "who reads the config must not expect scales of a router"
+    assert_transformers_agree(tmp_path / "out", near)
+
+
+@pytest.mark.parametrize("weights", ["channel", "tensor", "block"])
+def test_experts_are_within_fp8_of_the_model(weights: str, mixture: tuple[Path, str, str], tmp_path: Path) -> None:
+    make(mixture[0], tmp_path / "out", f"weights={weights}")
+    right, found = (torch.tensor(score(engine(folder), [IDS])[0]) for folder in (mixture[0], tmp_path / "out"))
+    assert 1e-4 < float((right - found).abs().mean()) < 0.25
+
+
+def test_static_input_scales_of_experts_are_refused(mixture: tuple[Path, str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="activations=static: the model has experts"):
+        make(mixture[0], tmp_path / "out", "activations=static", text=TEXT)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_calibration_text_gives_kv_and_input_scales_that_cover_what_was_seen(model: Path, tmp_path: Path) -> None:

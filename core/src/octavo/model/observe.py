@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class ObservedModel:
         """max_len: tokens of the longest text. LoadError if the checkpoint does not fit."""
         self._device = torch_device(task.device)
         table = WeightTable()
-        plain = PlainQuantizer(None, QuantizerParts(task.device, task.dtype, {}, table))
+        plain = _plain(task, table)
         facts = task.adapter.facts(task.source.config, task.dtype, task.dtype)
 
         def linear(prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, head: bool = False) -> Linear:
@@ -177,10 +177,10 @@ def calibration_windows(task: QuantizeTask, length: int, count: int | None = Non
 
 
 def linear_modules(task: QuantizeTask) -> tuple[str, ...]:
-    """Checkpoint modules that the model uses as a Linear, output heads left out, in the order of the model. Reads no
-    weights. QuantizeError for a mixture of experts, whose matrices are no Linears."""
+    """Checkpoint modules whose matrices a quantizer may take, in the order of the model: Linears, output heads left out, and
+    every expert's. Reads no weights. QuantizeError for experts that a checkpoint keeps in one tensor."""
     table = WeightTable()
-    plain = PlainQuantizer(None, QuantizerParts(task.device, task.dtype, {}, table))
+    plain = _plain(task, table)
     found: list[str] = []
 
     def linear(prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, head: bool = False) -> Linear:
@@ -189,10 +189,26 @@ def linear_modules(task: QuantizeTask) -> tuple[str, ...]:
         return plain.linear(prefix, in_features, parts, bias=bias, head=head)
 
     def experts(prefix: str, spec: ExpertsSpec) -> Experts:
-        raise QuantizeError(f"{prefix}: the model is a mixture of {spec.count} experts, which cannot be quantised yet")
+        if spec.stacked:
+            raise QuantizeError(
+                f"{prefix}: the checkpoint keeps its {spec.count} experts in one tensor; that form is not quantised"
+            )
+        found.extend(f"{prefix}.{expert}.{name}" for expert in range(spec.count) for name in spec.names)
+        return plain.experts(prefix, spec)
 
     task.adapter.build(task.source.config, _parts(task, table, plain, linear, _Nobody(), experts))
     return tuple(found)
+
+
+def _operators(task: QuantizeTask) -> Mapping[tuple[str, str], Callable[..., Any]]:
+    """core's, by name and format."""
+    return TorchOperators(None, OperatorParts(task.device, task.dtype)).ops
+
+
+def _plain(task: QuantizeTask, table: WeightTable) -> PlainQuantizer:
+    """Weights as the checkpoint has them."""
+    find = _operators(task).get
+    return PlainQuantizer(None, QuantizerParts(task.device, task.dtype, {}, table, lambda name: find((name, "plain"))))
 
 
 def _parts(
@@ -205,7 +221,7 @@ def _parts(
     max_len: int = 1,
 ) -> ModelParts:
     """What the adapter builds from: core's operators, plain weights, one row of max_len tokens."""
-    op = OperatorSet(TorchOperators(None, OperatorParts(task.device, task.dtype)).ops, {})
+    op = OperatorSet(_operators(task), {})
 
     def attention(layer: AttentionLayer) -> PagedAttention:
         return PagedAttention(layer, cast("AttentionBackend", _WholeText(layer, observer)), op("qk_norm_rope"))

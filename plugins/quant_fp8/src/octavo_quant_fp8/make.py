@@ -7,6 +7,7 @@ calibration loads the model.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -49,10 +50,14 @@ def make(options: MakeOptions, task: QuantizeTask) -> Quantized:
     if static and task.calibration is None:
         raise ConfigError("--set activations=static: input scales are measured on a text; give --calibrate FILE")
     modules = set(linear_modules(task))
+    if static and (inner := [name for name in modules if re.search(r"\.experts\.\d+\.", name)]):
+        raise ConfigError(
+            f"--set activations=static: the model has experts ({len(inner)} matrices), whose inputs are not measured; use activations=dynamic"
+        )
     kv_cache = options.kv_cache and task.calibration is not None
     peaks = _calibrate(task, options.window) if static or kv_cache else Peaks()
     device = torch_device(task.device)
-    done = 0
+    done, left = 0, ["lm_head"]
     for name, tensor in read_tensors(task.source, task.dtype):
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in modules:
@@ -62,6 +67,8 @@ def make(options: MakeOptions, task: QuantizeTask) -> Quantized:
             done += 1
             task.tell("quantising", done, len(modules))
         else:
+            if name.endswith(".weight") and tensor.ndim == 2 and module not in left:
+                left.append(module)  # an embedding, a head, a router
             task.writer.add(name, tensor.to(getattr(torch, task.dtype)) if tensor.is_floating_point() else tensor)
     if done != len(modules):
         raise QuantizeError(f"the checkpoint has {done} of the {len(modules)} matrices that the model uses")
@@ -69,7 +76,7 @@ def make(options: MakeOptions, task: QuantizeTask) -> Quantized:
         for module, found in peaks.caches.items():
             for kind, peak in zip(("k_scale", "v_scale"), found, strict=True):
                 task.writer.add(f"{module}.{kind}", _scale(peak, f"{module}: {kind[0]}", options.headroom))
-    return Quantized(_config(options, kv_cache=kv_cache), _report(options, task, peaks, done, kv_cache))
+    return Quantized(_config(options, left, kv_cache=kv_cache), _report(options, task, peaks, done, kv_cache))
 
 
 def _calibrate(task: QuantizeTask, window: int) -> Peaks:
@@ -105,8 +112,8 @@ def _scale(peak: Tensor, what: str, headroom: float) -> Tensor:
     return torch.tensor([max(value * headroom, TINY) / E4M3_MAX])
 
 
-def _config(options: MakeOptions, *, kv_cache: bool) -> dict[str, Any]:
-    """The quantization_config."""
+def _config(options: MakeOptions, left: list[str], *, kv_cache: bool) -> dict[str, Any]:
+    """The quantization_config. left: modules that are not quantised."""
     float8 = {"num_bits": 8, "type": "float", "symmetric": True}
     weights: dict[str, Any] = float8 | {"strategy": options.weights, "dynamic": False}
     inputs: dict[str, Any] | None = float8 | {"strategy": "token", "dynamic": True}
@@ -121,7 +128,7 @@ def _config(options: MakeOptions, *, kv_cache: bool) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "float-quantized" if inputs else "naive-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": left,
         "kv_cache_scheme": float8 | {"strategy": "tensor", "dynamic": False} if kv_cache else None,
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
     }
