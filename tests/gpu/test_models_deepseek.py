@@ -129,6 +129,10 @@ class TestSparse(ModelSuite):
     target = ModelTarget(DeepseekAdapter, {"v3.2": V32}, oracle, device=cuda_device())
 
 
+class TestSparseTriton(ModelSuite):
+    target = ModelTarget(DeepseekAdapter, {"v3.2": V32}, oracle, device=cuda_device(), attention=triton_latent)
+
+
 class TestCompressed(ModelSuite):
     target = ModelTarget(V4Adapter, {"v4": V4}, oracle, device=cuda_device())
 
@@ -176,7 +180,7 @@ def greedy(folder: Path, **options: Any) -> tuple[list[list[int]], str]:
 
 
 # What serves a version where nothing is named, and whether its decode steps are captured.
-CHOSEN = {"v2": "triton_latent", "v3": "triton_latent", "v3.2": "torch", "v4": "torch", "windowed": "triton"}
+CHOSEN = {"v2": "triton_latent", "v3": "triton_latent", "v3.2": "triton_latent", "v4": "torch", "windowed": "triton"}
 
 
 @pytest.mark.parametrize("version", MODELS)

@@ -47,6 +47,9 @@ def answer(monkeypatch: pytest.MonkeyPatch, device: Device = H200, dtype: str = 
         (H200, {"k": 320, "v": 256}, "portable"),
         (Device("cuda", capability=(8, 0)), {}, "portable"),
         (Device("cuda", capability=(12, 0)), {"dtype": "float16"}, "portable"),
+        (H200, {"kv": "float8_e4m3fn"}, "portable"),
+        (H200, {"k": 512}, "portable"),
+        (H200, {"every": 4}, "portable"),
     ],
 )
 def test_what_is_taken_and_by_which_kernel(
@@ -61,13 +64,17 @@ def test_what_is_taken_and_by_which_kernel(
     [
         (Device("cpu"), {}, "device is cpu"),
         (Device("cuda", name="T4", capability=(7, 5)), {"dtype": "float16"}, "capability 7.5 of 'T4' is below 8.0"),
-        (H200, {"kv": "float8_e4m3fn"}, "kv_dtype float8_e4m3fn"),
+        (
+            Device("cuda", name="A100", capability=(8, 0)),
+            {"kv": "float8_e4m3fn"},
+            "kv_dtype float8_e4m3fn needs compute capability 8.9",
+        ),
+        (H200, {"kv": "float16"}, "kv_dtype float16 with bfloat16 queries"),
         (H200, {"kind": "full"}, "KV caches are full"),
         (H200, {"kind": "window"}, "KV caches are window"),
         (H200, {"block": 20}, "block_size 20"),
         (H200, {"v": 520}, "v_dim 520"),
-        (H200, {"k": 512}, "k_dim - v_dim is 0"),
-        (H200, {"every": 4}, "stands for 4 tokens"),
+        (H200, {"k": 520}, "k_dim - v_dim is 8"),
     ],
 )
 def test_a_refusal_names_the_need(monkeypatch: pytest.MonkeyPatch, device: Device, over: dict[str, Any], words: str) -> None:

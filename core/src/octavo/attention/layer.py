@@ -31,11 +31,11 @@ class PagedAttention:
     def choose(self, step: Step, q: Tensor, weights: Tensor, k: Tensor, count: int) -> Tensor | None:
         """Of an index layer: store k [T, 1, k_dim], then each token's `count` best keys for q [T, heads, k_dim] and weights
         float32 [T, heads], as `SparseBackend.choose` says: int32 [T, count]. None where no row has more keys than that
-        and every token sees all of its own; never with a backend whose steps are captured, for the next replay may be longer."""
+        and every token sees all of its own; never in a step that may be captured, for the next replay may be longer."""
         if self._choose is None:
             raise PluginError(f"layer {self._index} chooses keys by an index, which the attention backend does not offer")
         self._write(self._index, step, k, k)
-        if step.host.max_seq_len <= count and not self._captures:
+        if step.host.max_seq_len <= count and not (self._captures and step.host.max_query_len <= 1):
             return None
         return self._choose(self._index, step, q, weights, count)  # type: ignore[no-any-return]
 

@@ -3,6 +3,10 @@
 Owns the layout (a page is [slot, k_dim]: nothing is stored twice), the work maps and the workspaces, all allocated in
 `bind`. It never allocates the cache, and inside a captured graph it reads lengths, tables and slots only through the step's
 tensors. Queries come absorbed: [T, heads, k_dim], already in the latent's coordinates.
+
+Two ways of attending: layers in which every token sees all keys before it share tiles of keys among tokens or split long rows
+(here); chosen keys, windows, entries of several tokens and sinks go token by token (`latent_chosen`). Choosing and compressing is
+`latent_index`.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheL
 from octavo_attention_triton.kernels import latent as portable
 from octavo_attention_triton.kernels.decode import merge_kernel
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
-from octavo_attention_triton.latent_provider import LatentOptions, hopper_fits
+from octavo_attention_triton.latent_chosen import LOG2E, Entries, TokenAttention
+from octavo_attention_triton.latent_index import Index, compress
+from octavo_attention_triton.latent_provider import LatentOptions, hopper_fits, shares_keys
 
-LOG2E = 1.4426950408889634
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_SPLITS = 512
 HOPPER_ROWS = 64
 
@@ -72,20 +78,31 @@ class WorkMap:
 
 
 @dataclass(slots=True)
-class Bound:
-    """One layer, ready to launch."""
+class Dense:
+    """What a layer needs whose tokens see all keys before them."""
 
-    layer: AttentionLayer
-    group: int
-    page: int
-    cache: torch.Tensor  # [blocks, page, k_dim]
     shape: Shape
     work: WorkMap
     descriptor: Any  # of the cache, where the Hopper kernel serves this layer
 
 
+@dataclass(slots=True)
+class Bound:
+    """One layer, ready to launch. dense None: token by token always."""
+
+    layer: AttentionLayer
+    entries: Entries
+    dense: Dense | None
+    token: TokenAttention | None  # None: never attended to
+
+    @property
+    def cache(self) -> torch.Tensor:
+        return self.entries.cache
+
+
 class TritonLatent:
-    """`octavo.interfaces.AttentionBackend` of latent groups. graphs "decode": a step of one token a row may be captured."""
+    """`octavo.interfaces.AttentionBackend` and `SparseBackend` of latent groups. graphs "decode": a step of one token a row may be
+    captured."""
 
     graphs: Literal["none", "decode", "all"] = "decode"
 
@@ -101,16 +118,21 @@ class TritonLatent:
         self._works: dict[tuple[int, int, Shape], WorkMap] = {}
         self._groups: list[BoundGroup] = []
         self._tables: tuple[torch.Tensor, ...] = ()
+        self._index: Index | None = None
 
     # ------------------------------------------------------------ build
 
     def layout(self, spec: KVSpec, block_size: int) -> CacheLayout:
-        """[slot, k_dim]. ValueError for a spec that is not latent."""
-        if spec.kind != "latent" or spec.heads != 1 or spec.tokens_per_entry != 1:
+        """[slot, k_dim]. ValueError for a spec that is not latent, or whose blocks hold no whole number of entries."""
+        if spec.kind != "latent" or spec.heads != 1:
             raise ValueError(f"KV spec of kind {spec.kind!r}, {spec.heads} heads: this backend keeps one shared latent head")
+        every = spec.tokens_per_entry
+        if block_size % every:
+            raise ValueError(f"blocks of {block_size} tokens hold no whole number of entries of {every}")
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        order = f"[slot {block_size}, {spec.v_dim} latent + {spec.k_dim - spec.v_dim} rope]"
-        return CacheLayout(spec.dtype, (block_size, spec.k_dim), block_size * spec.k_dim * dtype.itemsize, order)
+        page = block_size // every
+        order = f"[slot {page}{f' of {every} tokens' if every > 1 else ''}, {spec.v_dim} latent + {spec.k_dim - spec.v_dim} rope]"
+        return CacheLayout(spec.dtype, (page, spec.k_dim), page * spec.k_dim * dtype.itemsize, order)
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
         """Take the caches; allocate work maps and the partial results of split rows (float32)."""
@@ -118,24 +140,32 @@ class TritonLatent:
         partials = width = 1
         for bound in groups:
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
-                page = bound.group.block_size
-                self._check(layer, cache, page)
-                descriptor = self._descriptor(layer, cache, page)
-                shape = Shape.hopper(layer.num_heads) if descriptor else Shape.portable(layer.num_heads, layer.v_dim, self.dtype)
-                work = self._work(bound.group.index, layer.num_heads, shape)
-                self._layers[layer.index] = Bound(layer, bound.group.index, page, cache, shape, work, descriptor)
-                partials = max(partials, work.items.shape[0] * layer.num_heads)
-                width = max(width, layer.v_dim)
+                made = self._layers[layer.index] = self._bound(bound, layer, cache)
+                width = max(width, layer.v_dim if made.token else 1)
+                if made.token is not None:
+                    partials = max(partials, made.token.partials * layer.num_heads)
+                if made.dense is not None:
+                    partials = max(partials, made.dense.work.items.shape[0] * layer.num_heads)
         self._part = torch.zeros(partials * width, dtype=torch.float32, device=self.device)
         self._part_lse = torch.zeros(partials, dtype=torch.float32, device=self.device)
         self._nothing = torch.zeros(1, dtype=torch.float32, device=self.device)
 
-    def _check(self, layer: AttentionLayer, cache: torch.Tensor, page: int) -> None:
-        if tuple(cache.shape[1:]) != (page, layer.k_dim) or not cache.is_contiguous() or cache.dtype != self.dtype:
+    def _bound(self, bound: BoundGroup, layer: AttentionLayer, cache: torch.Tensor) -> Bound:
+        spec, every = bound.group.spec, bound.group.spec.tokens_per_entry
+        page, stored = bound.group.block_size // every, getattr(torch, spec.dtype)
+        if tuple(cache.shape[1:]) != (page, layer.k_dim) or not cache.is_contiguous() or cache.dtype != stored:
             raise ValueError(
-                f"layer {layer.index}: cache is {cache.dtype} {tuple(cache.shape)}, its layout is {self.dtype} "
+                f"layer {layer.index}: cache is {cache.dtype} {tuple(cache.shape)}, its layout is {stored} "
                 f"[blocks, {page}, {layer.k_dim}], contiguous: allocate it from `layout`"
             )
+        entries = Entries(cache, page, every, bound.group.index, layer.window)
+        token = TokenAttention(layer, entries, self.dtype, self.sms * 2, pdl=self.pdl) if layer.num_heads else None
+        if not shares_keys(layer, every):
+            return Bound(layer, entries, None, token)
+        descriptor = self._descriptor(layer, cache, page)
+        shape = Shape.hopper(layer.num_heads) if descriptor else Shape.portable(layer.num_heads, layer.v_dim, self.dtype)
+        work = self._work(bound.group.index, layer.num_heads, shape)
+        return Bound(layer, entries, Dense(shape, work, descriptor), token)
 
     def _descriptor(self, layer: AttentionLayer, cache: torch.Tensor, page: int) -> Any:
         """The cache's copy descriptor if the Hopper kernel serves this layer, else None; ValueError if it is asked for and cannot."""
@@ -170,7 +200,7 @@ class TritonLatent:
         self._tables = step.tables
         if step.host.max_query_len <= 1:
             return
-        kinds = {(bound.shape.tokens, bound.layer.expands) for bound in self._layers.values()}
+        kinds = {(bound.dense.shape.tokens, bound.layer.expands) for bound in self._layers.values() if bound.dense}
         step.scratch["latent.prompts"] = {kind: self._prompts(step, *kind) for kind in kinds}
         step.scratch["latent.decodes"] = bool((step.host.query_lens == 1).any())
 
@@ -207,72 +237,105 @@ class TritonLatent:
     def write(self, layer: int, step: Step, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k [T, 1, k_dim]. v is its first part, and is not read."""
         bound = self._layers[layer]
+        entries, stored = bound.entries, bound.cache.dtype
         if k.shape[0]:
             portable.store_kernel[(k.shape[0],)](
-                k, bound.cache, step.slot_mapping[bound.group], k.stride(0), bound.cache.stride(0),
-                K_DIM=bound.layer.k_dim, PAGE=bound.page, BLOCK_K=_pow2(bound.layer.k_dim), num_warps=2,
+                k, bound.cache, step.slot_mapping[entries.group], k.stride(0), bound.cache.stride(0), 1.0 / bound.layer.k_scale,
+                K_DIM=bound.layer.k_dim, PAGE=entries.page, EVERY=entries.every, BLOCK_K=_pow2(bound.layer.k_dim),
+                LIMIT=torch.finfo(stored).max if stored in FLOAT8 else 0.0, num_warps=2,
             )  # fmt: skip
 
-    def run(self, layer: int, step: Step, q: torch.Tensor, out: torch.Tensor, *, lse: torch.Tensor | None = None) -> torch.Tensor:
-        """Causal attention of q [T, heads, k_dim]; fills out [T, heads, v_dim] and lse (natural log, float32 [T, heads])."""
+    def choose(self, layer: int, step: Step, q: torch.Tensor, weights: torch.Tensor, count: int) -> torch.Tensor:
+        """`SparseBackend.choose`: q [T, heads, k_dim], weights float32 [T, heads]; int32 [T, count]."""
+        if self._index is None:  # models without an index need no buffer of scores
+            self._index = Index(self.limits, self.device, self.dtype, self.sms)
         bound = self._layers[layer]
-        prompts = step.host.max_query_len > 1
+        return self._index.choose(bound.layer, bound.entries, step, q, weights, count)
+
+    def compress(self, layer: int, step: Step, places: torch.Tensor, *, overlapping: bool) -> torch.Tensor:
+        """`SparseBackend.compress`: places float32 [rate, width]; float32 [T, width or, if overlapping, half of it]."""
+        bound = self._layers[layer]
+        return compress(bound.entries, bound.layer.v_dim, step, places, overlapping=overlapping)
+
+    def run(
+        self, layer: int, step: Step, q: torch.Tensor, out: torch.Tensor, *, lse: torch.Tensor | None = None,
+        select: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Causal attention of q [T, heads, k_dim]; fills out [T, heads, v_dim] and lse (natural log, float32 [T, heads]).
+        select: `SparseBackend.run`'s."""
+        bound = self._layers[layer]
+        if select is not None or bound.dense is None:
+            if bound.token is None:
+                raise ValueError(f"layer {layer} has no query heads: its cache is stored and read, never attended to")
+            bound.token.run(step, q, out, lse, select, self._part, self._part_lse)
+            return out
+        dense, prompts = bound.dense, step.host.max_query_len > 1
         if not prompts or step.scratch["latent.decodes"]:
             rows = step.seq_lens.shape[0]
-            self._launch(bound, step, q, out, lse, bound.work.items[: bound.work.budget + rows], packed=False)
+            self._launch(bound, dense, step, q, out, lse, dense.work.items[: dense.work.budget + rows], packed=False)
             log = self._nothing if lse is None else lse
             merge_kernel[(bound.layer.num_heads, rows)](
-                bound.work.cuts, self._part, self._part_lse, out, log, self._nothing, 1.0, out.stride(0), out.stride(1), log.stride(0),
+                dense.work.cuts, self._part, self._part_lse, out, log, self._nothing, 1.0, out.stride(0), out.stride(1), log.stride(0),
                 HEADS=bound.layer.num_heads, V_DIM=bound.layer.v_dim, BLOCK_V=_pow2(bound.layer.v_dim), CHUNK=16,
                 SINKS=False, LSE=lse is not None, PDL=self.pdl, num_warps=4, **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip
         if prompts:
-            items = step.scratch["latent.prompts"][bound.shape.tokens, bound.layer.expands]
+            items = step.scratch["latent.prompts"][dense.shape.tokens, bound.layer.expands]
             if items.shape[0]:
-                self._launch(bound, step, q, out, lse, items, packed=True)
+                self._launch(bound, dense, step, q, out, lse, items, packed=True)
         return out
 
     def _launch(
-        self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, items: torch.Tensor, *, packed: bool
+        self, bound: Bound, dense: Dense, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, items: torch.Tensor,
+        *, packed: bool,
     ) -> None:  # fmt: skip
-        layer, shape, table = bound.layer, bound.shape, step.tables[bound.group]
+        layer, shape, table, page = bound.layer, dense.shape, step.tables[bound.entries.group], bound.entries.page
         log = self._nothing if lse is None else lse
         grid = (triton.cdiv(layer.num_heads, shape.block_h), items.shape[0])
         strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0)
         scale = layer.scale * LOG2E
-        if bound.descriptor is not None:
+        if dense.descriptor is not None:
             from octavo_attention_triton.kernels.hopper_latent import hopper_latent_kernel
 
             hopper_latent_kernel[grid](
-                q, out, log, bound.descriptor, table, items, self._part, self._part_lse, scale, *strides, bound.page,
-                HEADS=layer.num_heads, BLOCK_H=shape.block_h, BOX=min(bound.page, shape.block_n), PAGE=bound.page,
+                q, out, log, dense.descriptor, table, items, self._part, self._part_lse, scale, *strides, page,
+                HEADS=layer.num_heads, BLOCK_H=shape.block_h, BOX=min(page, shape.block_n), PAGE=page,
                 PACKED=packed, LSE=lse is not None, num_warps=shape.warps,
             )  # fmt: skip
             return
         portable.latent_kernel[grid](
-            q, out, log, bound.cache, table, items, self._part, self._part_lse, scale, *strides, bound.cache.stride(0),
+            q, out, log, bound.cache, table, items, self._part, self._part_lse, scale * layer.k_scale, layer.k_scale, *strides,
+            bound.cache.stride(0),
             HEADS=layer.num_heads, BLOCK_H=shape.block_h, BLOCK_M=shape.block_m, K_DIM=layer.k_dim, V_DIM=layer.v_dim,
             BLOCK_N=shape.block_n, BLOCK_V=max(16, _pow2(layer.v_dim)), BLOCK_R=max(16, _pow2(layer.k_dim - layer.v_dim)),
-            PAGE=bound.page, PACKED=packed, LSE=lse is not None, PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
+            PAGE=page, PACKED=packed, LSE=lse is not None, PRECISION="ieee" if self.dtype == torch.float32 else "tf32",
             STAGES=shape.stages, num_warps=shape.warps,
         )  # fmt: skip
 
     # ------------------------------------------------------------ whole blocks
 
     def gather(self, layer: int, row: int, length: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries of tokens [start, length) of a row, [length - start, 1, k_dim], and their first part, [.., 1, v_dim]."""
+        """Entries (of tokens, or of several each) [start, length) of a row, [length - start, 1, k_dim], and their first part, [.., 1, v_dim]."""
         bound = self._layers[layer]
         if not self._tables:
             raise RuntimeError("gather: no step has been prepared yet, so there is no block table to read")
-        first = start // bound.page
-        blocks = self._tables[bound.group][row, first : -(-length // bound.page)].long().clamp_min(0)
-        at = first * bound.page
-        entries = bound.cache[blocks].reshape(-1, 1, bound.layer.k_dim)[start - at : length - at]
+        page = bound.entries.page
+        first = start // page
+        blocks = self._tables[bound.entries.group][row, first : -(-length // page)].long().clamp_min(0)
+        at = first * page
+        entries = _bytes(bound.cache)[blocks].view(bound.cache.dtype).reshape(-1, 1, bound.layer.k_dim)[start - at : length - at]
+        if bound.cache.dtype in FLOAT8:
+            entries = entries.to(self.dtype) * bound.layer.k_scale
         return entries, entries[..., : bound.layer.v_dim]
 
     def copy_blocks(self, group: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks (int64 ids) in every layer of a group; sources are read before any target is written."""
         for bound in self._groups:
             if bound.group.index == group:
-                for cache in bound.caches:
+                for cache in map(_bytes, bound.caches):
                     cache.index_copy_(0, target, cache.index_select(0, source))
+
+
+def _bytes(cache: torch.Tensor) -> torch.Tensor:
+    """The cache as torch's index operators take it: they do not take float8."""
+    return cache.view(torch.uint8) if cache.dtype in FLOAT8 else cache

@@ -21,15 +21,23 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def store_kernel(
-    k_ptr, cache_ptr, slots_ptr, k_stride_t, page_stride, K_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """One program stores one token's entry; a negative slot is written nowhere."""
+    k_ptr, cache_ptr, slots_ptr, k_stride_t, page_stride, inverse,
+    K_DIM: tl.constexpr, PAGE: tl.constexpr, EVERY: tl.constexpr, BLOCK_K: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """One program stores one token's entry; a negative slot is written nowhere. Where an entry stands for EVERY tokens (PAGE counts
+    entries), that of the last of them is stored. A float8 cache (LIMIT: its largest value) takes the entry times `inverse`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
         return
+    if EVERY > 1:
+        if (slot + 1) % EVERY != 0:
+            return
+        slot = slot // EVERY
     d = tl.arange(0, BLOCK_K)
     entry = tl.load(k_ptr + token * k_stride_t + d, mask=d < K_DIM)
+    if LIMIT > 0:
+        entry = tl.clamp(entry.to(tl.float32) * inverse, -LIMIT, LIMIT)
     target = cache_ptr + (slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * K_DIM + d
     tl.store(target, entry.to(cache_ptr.dtype.element_ty), mask=d < K_DIM)
 
@@ -42,9 +50,9 @@ def _attend(
 ):  # fmt: skip
     """One tile of keys; a MASKED one is compared with each lane's position."""
     k = load_tile(cache_ptr, table, start, first, last, 0, page_stride,
-                  K_DIM, V_DIM, BLOCK_V, BLOCK_N, PAGE, 0, False, MASKED)  # fmt: skip
+                  K_DIM, V_DIM, BLOCK_V, BLOCK_N, PAGE, 0, False, MASKED).to(q.dtype)  # fmt: skip
     kr = load_tile(cache_ptr, table, start, first, last, 0, page_stride,
-                   K_DIM, K_DIM - V_DIM, BLOCK_R, BLOCK_N, PAGE, V_DIM, False, MASKED)  # fmt: skip
+                   K_DIM, K_DIM - V_DIM, BLOCK_R, BLOCK_N, PAGE, V_DIM, False, MASKED).to(q.dtype)  # fmt: skip
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     s = tl.dot(qr, tl.trans(kr), s, input_precision=PRECISION) * scale
     token = start + tl.arange(0, BLOCK_N)
@@ -56,13 +64,14 @@ def _attend(
 
 @triton.jit(do_not_specialize=["table_stride", "lse_stride_t"])
 def latent_kernel(
-    q_ptr, out_ptr, lse_ptr, cache_ptr, table_ptr, items_ptr, part_ptr, part_lse_ptr, scale,
+    q_ptr, out_ptr, lse_ptr, cache_ptr, table_ptr, items_ptr, part_ptr, part_lse_ptr, scale, v_scale,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t, table_stride, page_stride,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, PACKED: tl.constexpr,
     LSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """scale: softmax scale * log2(e), so that every exponential is an exp2."""
+    """scale: softmax scale * log2(e), so that every exponential is an exp2, times what the cache's values are multiplied by, as
+    v_scale is."""
     item = tl.program_id(1)
     record = items_ptr + item * 8
     token0 = tl.load(record)
@@ -99,7 +108,7 @@ def latent_kernel(
         m, den, acc = _attend(q, qr, m, den, acc, position, cache_ptr, table, start, first, last, page_stride, scale,
                               K_DIM, V_DIM, BLOCK_N, BLOCK_V, BLOCK_R, PAGE, PRECISION, True)  # fmt: skip
 
-    o = acc / tl.where(den == 0.0, 1.0, den)[:, None]
+    o = acc * (v_scale / tl.where(den == 0.0, 1.0, den))[:, None]
     held = live[:, None] & (dv < V_DIM)[None, :]
     if splits == 1:
         target = out_ptr + token[:, None] * out_stride_t + h[:, None] * out_stride_h + dv[None, :]
