@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,9 @@ def complete(server: Server, prompt: str, key: str = API_KEYS[0]) -> tuple[int, 
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def admin(server: Server, method: str, body: Any = None) -> httpx.Response:
+def admin(server: Server, method: str, body: Any = None, **query: Any) -> httpx.Response:
     with server.client(ADMIN_KEY) as client:
-        return client.request(method, "/admin/prefix-cache", json=body)
+        return client.request(method, "/admin/prefix-cache", json=body, params=query)
 
 
 def test_the_first_real_request_of_every_tenant_finds_the_warm_prefix(warm: Server) -> None:
@@ -106,10 +107,23 @@ def test_a_wrong_order_is_told_what_is_wrong(warm: Server, body: Any, words: str
     assert response.status_code == 400 and words in response.text
 
 
-def test_a_reset_forgets_prefixes_and_pins(warm: Server) -> None:
-    """Last of this file: it takes the warm prefixes with it."""
+def test_a_reset_forgets_prefixes_and_computes_pins_again(warm: Server) -> None:
+    before = admin(warm, "GET").json()
+    assert before["pins"]
     state = admin(warm, "DELETE").raise_for_status().json()
-    assert state["cached_blocks"] == state["pinned_blocks"] == 0 and state["pins"] == {}
+    assert state["cached_blocks"] == 0
+    for _ in range(200):
+        if state["pins"] == before["pins"] and not state["pins_returning"]:
+            break
+        time.sleep(0.05)
+        state = admin(warm, "GET").json()
+    assert state["pins"] == before["pins"] and state["pinned_blocks"] == before["pinned_blocks"]
+
+
+def test_a_reset_with_pins_forgets_those_too(warm: Server) -> None:
+    """Last of this file: it takes the warm prefixes with it."""
+    state = admin(warm, "DELETE", pins=True).raise_for_status().json()
+    assert state["cached_blocks"] == state["pinned_blocks"] == state["pins_returning"] == 0 and state["pins"] == {}
     assert complete(warm, f"{PREFIX} Once more.")[1] == 0
 
 

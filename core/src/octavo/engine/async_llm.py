@@ -241,9 +241,9 @@ class AsyncLLM:
 
     # ------------------------------------------------------------ the prefix cache
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix and every pin."""
-        self._engine.reset_prefix_cache()
+    def reset_prefix_cache(self, *, pins: bool = False) -> None:
+        """Forget every cached prefix. What is pinned is computed again; with `pins` that is forgotten too."""
+        self._engine.reset_prefix_cache(pins=pins)
 
     async def prefix_cache(self) -> dict[str, Any]:
         """What the prefix cache holds and has done (engine.prefixes.PrefixCache.state). Raises EngineDead."""

@@ -101,8 +101,8 @@ class EngineProcess:
     def abort(self, request_id: str, sample: int | None = None) -> None:
         self._send(messages.ABORT, messages.Abort(request_id, sample))
 
-    def reset_prefix_cache(self) -> None:
-        self._send(messages.RESET, None)
+    def reset_prefix_cache(self, *, pins: bool = False) -> None:
+        self._send(messages.RESET, messages.Reset(pins))
 
     def resize(self, order: messages.Resize) -> None:
         """Its answer comes as RESIZED."""

@@ -61,19 +61,23 @@ class Engine:
         or nothing else can be scheduled. Raises EngineDead when steps keep failing."""
         began = time.perf_counter()
         self._watch.tick()
+        if self.prefixes.pins.returning:
+            self.prefixes.pins.order(self._scheduler.add, idle=not self._scheduler.unfinished)
         batch = self._scheduler.schedule()
         events = self._scheduler.events()
         if batch is not None:
             events += self._submit(batch)
         if self._in_flight and (batch is None or len(self._in_flight) > self._executor.depth):
             events += self._collect()
+        events = self.prefixes.pins.take(events)
         self._step_seconds = time.perf_counter() - began
         return Events(events, self.stats())
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do: requests that are not finished, or results on their way."""
-        return self._scheduler.unfinished or bool(self._in_flight)
+        """Whether `step` has anything to do: requests that are not finished, results on their way, or pins that
+        are to come back."""
+        return self._scheduler.unfinished or bool(self._in_flight) or self.prefixes.pins.returning > 0
 
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats()
@@ -121,6 +125,7 @@ class Engine:
             except Exception as again:
                 log.error("step %d failed too", later.step, exc_info=again)
             events += self._scheduler.fail(later, message)
+        self.prefixes.pins.forgotten()
         if self._failures >= FAILURES_IN_A_ROW:
             raise EngineDead(f"{self._failures} steps failed in a row; the last error was {type(error).__name__}: {error}")
         return events

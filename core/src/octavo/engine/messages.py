@@ -22,6 +22,12 @@ class Abort(msgspec.Struct, array_like=True):
     sample: int | None = None
 
 
+class Reset(msgspec.Struct, array_like=True):
+    """Forget every prefix; pins too, or those are computed again."""
+
+    pins: bool = False
+
+
 class Progress(msgspec.Struct, array_like=True):
     """A stage of the start, with done and total where they are known (total 0: unknown)."""
 
@@ -87,6 +93,7 @@ class Dead(msgspec.Struct, array_like=True):
 _DECODERS: dict[bytes, Any] = {
     ADD: msgspec.msgpack.Decoder(Request),
     ABORT: msgspec.msgpack.Decoder(Abort),
+    RESET: msgspec.msgpack.Decoder(Reset),
     PROGRESS: msgspec.msgpack.Decoder(Progress),
     READY: msgspec.msgpack.Decoder(Ready),
     EVENTS: msgspec.msgpack.Decoder(Events),

@@ -26,6 +26,7 @@ import numpy as np
 import yaml
 
 from octavo.cache.prefix import PUBLIC
+from octavo.engine.pins import WantedPins
 from octavo.errors import ConfigError
 from octavo.interfaces import Allocator
 
@@ -100,25 +101,32 @@ def _parse(entry: Any, where: str) -> Prefix:
 
 class PrefixCache:
     """The prefix cache of one engine, as its operator sees it. salt: see SchedulerParts; max_model_len bounds
-    what pins may take: what they leave holds at least one request of that length."""
+    what pins may take: what they leave holds at least one request of that length. pins: those that come back when the
+    cache was forgotten, which is the engine's work."""
 
     def __init__(self, allocator: Allocator, salt: Callable[[int], str], max_model_len: int) -> None:
         self._allocator, self._salt, self._max_model_len = allocator, salt, max_model_len
+        self.pins = WantedPins(self._pin)
 
     def pin(self, tokens: Sequence[int]) -> Warmed:
-        """Pin what is cached of a warmed prefix."""
+        """Pin what is cached of a warmed prefix, until `unpin`."""
         ids = np.asarray(tokens, np.int32)
-        salt, leave = self._salt(len(ids) + 1), self._allocator.blocks(self._max_model_len)
-        pinned = self._allocator.pin(ids, PUBLIC, salt, leave=leave)
+        pinned, leave = self._pin(ids), self._allocator.blocks(self._max_model_len)
+        if pinned:
+            self.pins.want(ids)
         note = "" if pinned else (
             f"nothing of it is cached, or the {self._allocator.usage().total} KV blocks less all pins would not hold the {leave} "
             f"of one request of {self._max_model_len} tokens any more"
         )  # fmt: skip
         return Warmed(len(ids), pinned=pinned, note=note)
 
+    def _pin(self, ids: np.ndarray) -> int:
+        return self._allocator.pin(ids, PUBLIC, self._salt(len(ids) + 1), leave=self._allocator.blocks(self._max_model_len))
+
     def unpin(self, tokens: Sequence[int]) -> Warmed:
         """Undo `pin`; `pinned` is what was."""
         ids = np.asarray(tokens, np.int32)
+        self.pins.let_go(ids)
         pinned = self._allocator.unpin(ids, PUBLIC, self._salt(len(ids) + 1))
         return Warmed(len(ids), pinned=pinned, note="" if pinned else "it was not pinned")
 
@@ -126,8 +134,12 @@ class PrefixCache:
         """Numbers for people."""
         found = self._allocator.memory()
         queries = found["prefix_queries"]
-        return {**found, "hit_rate": found["prefix_hits"] / queries if queries else 0.0}
+        rate = found["prefix_hits"] / queries if queries else 0.0
+        return {**found, "hit_rate": rate, "pins_returning": self.pins.returning}
 
-    def reset(self) -> None:
-        """Forget every prefix and every pin."""
+    def reset(self, *, pins: bool = False) -> None:
+        """Forget every prefix. What is pinned is computed again and pinned again; with `pins` that is forgotten too."""
         self._allocator.reset()
+        if pins:
+            self.pins.let_all_go()
+        self.pins.forgotten()

@@ -95,7 +95,7 @@ class EngineLoop:
                 engine.abort(body.request_id, body.sample)
                 self._send(messages.EVENTS, Events([], engine.stats()))
             elif kind == messages.RESET:
-                engine.prefixes.reset()
+                engine.prefixes.reset(pins=body.pins)
             elif kind == messages.PREFIX:
                 self._send(messages.PREFIX_STATE, messages.PrefixState(body.id, _prefix(engine, body)))
             elif kind == messages.RESIZE:

@@ -52,8 +52,9 @@ async def order(request: Request, state: State) -> dict[str, Any]:
 
 
 @router.delete("/prefix-cache")
-async def reset(state: State, model: str | None = None) -> dict[str, Any]:
-    """Forget every cached prefix and every pin, in host memory too. Running requests go on."""
+async def reset(state: State, model: str | None = None, pins: bool = False) -> dict[str, Any]:
+    """Forget every cached prefix, in host memory too; what is pinned is computed again, unless `pins` says to forget
+    that as well. Running requests go on."""
     llm = state.engine(model)
-    llm.reset_prefix_cache()
+    llm.reset_prefix_cache(pins=pins)
     return await llm.prefix_cache()
