@@ -73,11 +73,22 @@ def verify(scene: Scene, work: list[Work], answers: list[Answer]) -> None:
     scene.check_untouched()
 
 
+def prologue(scene: Scene, work: list[Work]) -> None:
+    """Norm, RoPE and store of the work's tokens, with values that the step after it replaces."""
+    shape, step = scene.shape, scene.step(work)
+    (heads, kv_heads), dim, tokens = shape.heads, shape.k_dim, len(step.token_ids)
+    sizes = ((tokens, heads + 2 * kv_heads, dim), (heads + kv_heads, dim), (tokens, 1, dim), (tokens, 1, dim))
+    qkv, weight, cos, sin = (torch.randn(size).to(getattr(torch, shape.dtype)).cuda() for size in sizes)
+    scene.backend.prologue(0, step, qkv, weight, 1e-5, cos, sin)  # type: ignore[attr-defined]
+
+
 def run(case: Case) -> None:
-    """Fill the cache up to the work, run it as one step, and compare with float64."""
+    """Fill the cache up to the work, run it as one step, and compare with float64. (The prologue's results are the suite's to check.)"""
     target = AttentionTarget(provider, cuda_device(), (BF16, FP16), CupyOptions.model_validate({"prefill": case.prefill}))
     scene = target.scene(case.shape, [start + count for _, start, count in case.work])
     scene.fill([start for _, start, _ in case.work])
+    if case.shape.v_dim is None:
+        prologue(scene, case.work)
     answers = scene.run(case.work, lse=True)
     torch.cuda.synchronize()
     verify(scene, case.work, answers)
