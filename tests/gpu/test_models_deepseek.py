@@ -137,6 +137,10 @@ class TestCompressed(ModelSuite):
     target = ModelTarget(V4Adapter, {"v4": V4}, oracle, device=cuda_device())
 
 
+class TestCompressedTriton(ModelSuite):
+    target = ModelTarget(V4Adapter, {"v4": V4}, oracle, device=cuda_device(), attention=triton_latent)
+
+
 class TestWindowed(ModelSuite):
     target = ModelTarget(WindowedAdapter, {"windowed": WINDOWED}, oracle, device=cuda_device())
 
@@ -180,7 +184,7 @@ def greedy(folder: Path, **options: Any) -> tuple[list[list[int]], str]:
 
 
 # What serves a version where nothing is named, and whether its decode steps are captured.
-CHOSEN = {"v2": "triton_latent", "v3": "triton_latent", "v3.2": "triton_latent", "v4": "torch", "windowed": "triton"}
+CHOSEN = {"v2": "triton_latent", "v3": "triton_latent", "v3.2": "triton_latent", "v4": "triton_latent", "windowed": "triton"}
 
 
 @pytest.mark.parametrize("version", MODELS)

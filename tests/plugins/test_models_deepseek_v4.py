@@ -151,15 +151,15 @@ def test_deepseeks_own_config_keys_mean_what_transformers_makes_of_them() -> Non
 def test_what_a_token_costs_is_paged_by_use() -> None:
     facts = V4Adapter(None, None).facts(V4, "bfloat16", "float8_e4m3fn")
     found = [(s.kind, s.k_dim, s.window, s.tokens_per_entry, s.dtype) for s in facts.kv_specs]
-    window = ("window", 32, 7, 1, "float8_e4m3fn")
+    window = ("latent", 32, 7, 1, "float8_e4m3fn")
     sparse = [
         window,
-        ("window", 64, 8, 1, "bfloat16"),
+        ("latent", 128, 8, 1, "bfloat16"),
         ("latent", 32, None, 4, "float8_e4m3fn"),
-        ("window", 32, 8, 1, "bfloat16"),
+        ("latent", 64, 8, 1, "bfloat16"),
         ("latent", 16, None, 4, "float8_e4m3fn"),
     ]
-    heavy = [window, ("window", 32, 8, 1, "bfloat16"), ("latent", 32, None, 8, "float8_e4m3fn")]
+    heavy = [window, ("latent", 64, 8, 1, "bfloat16"), ("latent", 32, None, 8, "float8_e4m3fn")]
     assert found == [window, *sparse, *heavy, *sparse]
     assert [layer.index for layer in facts.layers] == list(range(len(found)))
 

@@ -24,6 +24,7 @@ class PagedAttention:
         self._index, self._heads, self._v_dim = layer.index, layer.num_heads, layer.v_dim
         self._write, self._run, self._gather = backend.write, cast("Any", backend.run), cast("Any", backend.gather)
         self._choose, self._captures = getattr(backend, "choose", None), backend.graphs != "none"
+        self._compress = getattr(backend, "compress", None)
         self._prologue = getattr(backend, "prologue", None)
         self._norm_rope = norm_rope
         self._split = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
@@ -40,8 +41,16 @@ class PagedAttention:
         return self._choose(self._index, step, q, weights, count)  # type: ignore[no-any-return]
 
     def store(self, step: Step, k: Tensor, v: Tensor) -> None:
-        """Store only. Of a cache whose entries stand for several tokens, k and v are those of the tokens that end one."""
+        """Store only. Of a cache whose entries stand for several tokens, those of tokens that end none are not stored."""
         self._write(self._index, step, k, v)
+
+    def compress(self, step: Step, places: Tensor, *, overlapping: bool) -> Tensor:
+        """`SparseBackend.compress`, over what is stored."""
+        if self._compress is None:
+            raise PluginError(
+                f"layer {self._index} makes one entry of several tokens, which the attention backend does not offer"
+            )
+        return self._compress(self._index, step, places, overlapping=overlapping)  # type: ignore[no-any-return]
 
     def read(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens (entries, where one stands for several) [start, end) of a state-table row."""

@@ -76,11 +76,13 @@ class LongTile:
 
 @dataclass(slots=True)
 class GroupPlan:
-    """writes: int64 [T * planes], the entries that each token's K heads, then V heads are stored in."""
+    """writes: int64 [T * planes], the entries that each token's K heads, then V heads are stored in. stores: int64, the
+    tokens that `writes` speaks of where they are not all."""
 
     writes: Tensor
     short: list[ShortTile]
     long: list[LongTile]
+    stores: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -194,8 +196,8 @@ class EntryPlanner(GroupPlanner):
         self._size = group.block_size // self._every
 
     def plan(self, step: Step) -> GroupPlan:
-        last = (step.positions + 1) % self._every == 0
-        return GroupPlan(writes=step.slot_mapping[self._index][last] // self._every, short=[], long=[])
+        last = ((step.positions + 1) % self._every == 0).nonzero()[:, 0]
+        return GroupPlan(writes=step.slot_mapping[self._index][last] // self._every, short=[], long=[], stores=last)
 
 
 def _alone(new: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Sparse attention in plain torch: choosing keys by an index, attending to chosen keys, attending to the first keys.
+"""Sparse attention in plain torch: choosing keys by an index, attending to chosen keys or to the first, compressing windows of
+tokens into entries.
 
 Owns the formulas, row by row in portions that bound memory: the oracle of faster ones. Where entries lie is the
 caller's: `read` gives the keys of positions. Must never read a position that the row does not hold.
@@ -64,6 +65,20 @@ def attend_first(q: Tensor, keys: Tensor, seen: Tensor, out: Tensor, scale: floa
         out[part] = torch.einsum("nhm,md->nhd", _softmax(scores, q.dtype), keys[:, : out.shape[-1]]).to(out.dtype)
         if lse is not None:
             lse[part] = scores.logsumexp(-1) if len(keys) else torch.full_like(lse[part], -math.inf)
+
+
+def compress(values: Tensor, gates: Tensor, held: Tensor, places: Tensor, *, overlapping: bool) -> Tensor:
+    """One entry for each of n windows of s tokens: float32 [n, dim] of values and gates float32 [n, s, width], held bool [n, s]
+    (a token before the sequence's first counts for nothing) and what each place in a window adds to its gates, float32
+    [m, width]. overlapping: s = 2 m and width = 2 dim, the first m tokens give the first half of their channels, the last m the
+    second."""
+    rate, width = places.shape
+    gates = gates + (places.repeat(2, 1) if overlapping else places)
+    if overlapping:
+        half = width // 2
+        values, gates = (torch.cat((x[:, :rate, :half], x[:, rate:, half:]), 1) for x in (values, gates))
+    weights = gates.masked_fill(~held.unsqueeze(-1), -math.inf).softmax(1)
+    return (values * weights).sum(1)
 
 
 def _softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:

@@ -116,7 +116,7 @@ class TorchAttention:
     def write(self, layer: int, step: Step, k: Tensor, v: Tensor) -> None:
         bound, plan = self._at(layer, step)
         if bound.group.spec.kind == "latent":
-            k = _encode(k, bound.cache.dtype, bound.facts.k_scale)
+            k = _encode(k if plan.stores is None else k[plan.stores], bound.cache.dtype, bound.facts.k_scale)
             bound.entries.index_copy_(0, plan.writes, k[:, 0])
             return
         if bound.cache.dtype != k.dtype:
@@ -134,6 +134,21 @@ class TorchAttention:
             seen = _seen(step, tokens, every)
             chosen.append(sparse.choose(q[tokens], weights[tokens], keys[:, 0], seen, count, bound.facts.scale))
         return torch.cat(chosen)
+
+    def compress(self, layer: int, step: Step, places: Tensor, *, overlapping: bool) -> Tensor:
+        bound, _ = self._at(layer, step)
+        width, rate = bound.facts.v_dim, len(places)
+        made = places.new_zeros(len(step.positions), width // 2 if overlapping else width)
+        ends = ((step.positions + 1) % rate == 0).nonzero()[:, 0]
+        span = 2 * rate if overlapping else rate
+        positions = step.positions[ends].unsqueeze(1) + torch.arange(1 - span, 1, device=ends.device)
+        held = positions >= 0
+        positions.clamp_(min=0)  # in the place of a token before the first, the first: it counts for nothing
+        blocks = self._tables[bound.group.index][step.token_rows[ends]].gather(1, positions // bound.size)
+        both = self._read(bound, self._planners[bound.plan].entries(blocks, positions), tuple(positions.shape))[0].float()
+        values, gates = both.chunk(2, -1)
+        made[ends] = sparse.compress(values, gates, held, places, overlapping=overlapping)
+        return made
 
     def run(
         self, layer: int, step: Step, q: Tensor, out: Tensor, *, lse: Tensor | None = None, select: Tensor | None = None

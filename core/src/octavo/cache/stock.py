@@ -142,7 +142,8 @@ def _check_parts(parts: AllocatorParts) -> None:
             raise ConfigError(f"KV group {at} has index {group.index}: groups are given in the order of their indices")
         if group.spec.kind == "state":
             raise ConfigError(f"KV group {at}: this allocator keeps blocks of tokens, not per-sequence state; choose another")
-        if group.block_size < 1 or (group.spec.kind == "window") != (group.spec.window is not None):
+        windowed = {"window": (True,), "latent": (False, True)}.get(group.spec.kind, (False,))
+        if group.block_size < 1 or (group.spec.window is not None) not in windowed:
             raise ConfigError(f"KV group {at}: block size {group.block_size}, kind {group.spec.kind}, window {group.spec.window}")
         if group.spec.window is not None and group.spec.window < 1:
             raise ConfigError(f"KV group {at}: a window of {group.spec.window} tokens; it must hold at least the current one")

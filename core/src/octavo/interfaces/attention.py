@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class AttentionLayer:
     """One attention layer, as the model declares it: index into kv_specs order, and its numbers.
 
-    scale multiplies q.k; softcap 0 is off; window None sees everything; sinks is a per-head
+    num_heads 0, of a latent layer: its cache is written, gathered and compressed, never attended to. scale multiplies q.k; softcap 0 is off; window None sees everything; sinks is a per-head
     learned logit [num_heads] that joins the softmax and is dropped (None: no sinks; has_sinks says it of a layer
     that is only planned, before there are tensors). k_scale and v_scale multiply what
     a float8 cache holds; the build takes them from the checkpoint, where they stand under `module`, such as
@@ -138,8 +138,17 @@ class SparseBackend(Protocol):
         own, -1 where there are fewer.
 
         Where a latent group keeps one entry for m tokens (KVSpec.tokens_per_entry; the block size is a multiple of it),
-        `write` gets the entries of the tokens at positions p with (p + 1) % m == 0, positions are numbers of entries, and
-        a token at p sees the first (p + 1) // m; one that sees none gets zeros and an lse of -inf."""
+        `write` gets one for every token and stores those of the tokens at positions p with (p + 1) % m == 0, positions are
+        numbers of entries, and a token at p sees the first (p + 1) // m; one that sees none gets zeros and an lse of -inf."""
+
+    def compress(self, layer: int, step: Step, places: Tensor, *, overlapping: bool) -> Tensor:
+        """Entries made of windows of m tokens, from a cache of K = [values, gates], each V = [values] wide: for every token at
+        position p with (p + 1) % m == 0 the sum over its window of values * softmax(gates + places), channel by channel in
+        float32; for all others anything. places float32 [m, width]; float32 [T, width].
+
+        overlapping: values are twice as wide as an entry, float32 [T, width / 2]. Its window is 2 m tokens, of which the first m
+        (absent where the sequence begins) give the first half of their channels and the last m the second; the softmax is over
+        all of them."""
 
     def gather(self, layer: int, row: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """As AttentionBackend.gather, of tokens (or entries) [start, length)."""

@@ -11,8 +11,9 @@ class KVSpec:
     """The KV cache of one layer.
 
     kind "full" keeps every token; "window" keeps the last `window` tokens (the current one
-    included); "latent" one shared head, whose V is the first v_dim of its K and is not stored again;
-    "state" a slot per sequence. k_dim and v_dim are per head.
+    included); "latent" one shared head, whose V is the first v_dim of its K and is not stored again, of
+    every token or, with a window, of the last; "state" a slot per sequence. k_dim and v_dim are per head.
+    tokens_per_entry, of a latent cache: how many tokens one entry stands for.
     """
 
     kind: Literal["full", "window", "latent", "state"]

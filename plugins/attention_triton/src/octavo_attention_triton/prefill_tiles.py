@@ -11,12 +11,14 @@ from octavo.interfaces import StepHost
 from octavo_attention_triton.kernels.prefill import TILE
 
 
-def tile_list(host: StepHost, size: int, window: int | None) -> np.ndarray:
+def tile_list(host: StepHost, size: int, window: int | None, only: np.ndarray | None = None) -> np.ndarray:
     """int32 [tiles, TILE] of the rows with several new tokens, `size` query tokens each, longest first, so that the
-    last programs to run are short ones. `window` bounds what a tile has to read."""
+    last programs to run are short ones. `window` bounds what a tile has to read. only: of these rows of the step (indices), numbered in
+    that order instead of by their place in the state table."""
     lens, ends = host.query_lens.astype(np.int64), host.seq_lens.astype(np.int64)
     starts = np.cumsum(lens) - lens
-    many = np.flatnonzero(lens > 1)
+    many = np.flatnonzero(lens > 1) if only is None else only
+    names = host.rows[many] if only is None else np.arange(len(only))
     counts = -(-lens[many] // size)
     of = np.repeat(many, counts)
     nth = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -24,7 +26,7 @@ def tile_list(host: StepHost, size: int, window: int | None) -> np.ndarray:
     tiles[:, 0] = starts[of] + nth * size
     tiles[:, 1] = np.minimum(lens[of] - nth * size, size)
     tiles[:, 2] = ends[of] - lens[of] + nth * size
-    tiles[:, 3] = host.rows[of]
+    tiles[:, 3] = np.repeat(names, counts)
     tiles[:, 4] = ends[of]
     work = tiles[:, 2] + tiles[:, 1]
     if window is not None:

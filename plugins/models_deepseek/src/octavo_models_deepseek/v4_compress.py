@@ -1,13 +1,11 @@
 """Compressed entries (DeepSeek V4): a window of tokens becomes one entry of the cache when it closes.
 
-Owns the arithmetic of an entry and the order of things: a step's projections are stored beside those of windows that earlier
-steps left open, and every window that closes in this step is made into an entry from there. So an entry does not depend on
-which steps its tokens came in. Stateless between steps.
+Owns the order of things and an entry's norm and rotation: a step's projections are stored beside those of windows that earlier
+steps left open, and every window that closes in this step is made into an entry from there (`SparseBackend.compress`). So an entry
+does not depend on which steps its tokens came in. Stateless between steps.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +61,8 @@ class Compressor:
     def __init__(
         self, name: str, config: V4Config, cache: Cache, rate: int, dim: int, rotary: PairRotary, parts: ModelParts
     ) -> None:
-        width = cache.layer.k_dim
-        self._rate, self._dim, self._overlapping = rate, dim, width == 2 * dim
+        width = cache.layer.v_dim
+        self._rate, self._overlapping = rate, width == 2 * dim
         hidden = config.hidden_size
         self._parameters = (
             Parameter(f"{name}.wkv.weight", (width, hidden), parts),
@@ -80,37 +78,16 @@ class Compressor:
         self._matrix = torch.cat((key, gate))
 
     def __call__(self, step: Step, x: Tensor) -> Tensor:
-        """x [T, H] -> [n, 1, dim], in the order of the step's tokens that close a window."""
-        values, gates = F.linear(x, self._matrix).unsqueeze(1).chunk(2, -1)
-        self._parts.store(step, values, gates)  # type: ignore[attr-defined]
-        made: list[Tensor] = []
-        firsts: list[Tensor] = []
-        for row, new, end in zip(
-            step.host.rows.tolist(), step.host.query_lens.tolist(), step.host.seq_lens.tolist(), strict=True
-        ):
-            first, last = (end - new) // self._rate, end // self._rate
-            if first < last:
-                made.append(self._entries(row, first, last))
-                firsts.append(torch.arange(first, last, device=x.device) * self._rate)
-        if not made:
-            return x.new_empty(0, 1, self._dim)
-        entries = rms(torch.cat(made), self._eps, self._norm).to(x.dtype)
-        return rotated(entries.unsqueeze(1), self._rotary.angles(torch.cat(firsts)))
+        """x [T, H] -> [T, 1, dim]: of every token that closes a window its entry, of all others anything."""
+        both = F.linear(x, self._matrix).unsqueeze(1)
+        self._parts.store(step, both, both[..., : both.shape[-1] // 2])  # type: ignore[attr-defined]
+        made = self._parts.compress(step, self._places, overlapping=self._overlapping)  # type: ignore[attr-defined]
+        return rotated(rms(made, self._eps, self._norm).to(x.dtype).unsqueeze(1), self._angles(step))
 
-    def _entries(self, row: int, first: int, last: int) -> Tensor:
-        """Entries [first, last) of a row before their norm, float32 [last - first, dim]."""
-        before = 1 if self._overlapping and first else 0
-        values, gates = self._parts.read(row, (first - before) * self._rate, last * self._rate)  # type: ignore[attr-defined]
-        values = values.float().view(-1, self._rate, values.shape[-1])
-        gates = gates.float().view(values.shape) + self._places
-        if self._overlapping:
-            values, gates = self._joined(values, 0.0, last - first), self._joined(gates, -math.inf, last - first)
-        return (values * gates.softmax(1)).sum(1)
-
-    def _joined(self, windows: Tensor, missing: float, count: int) -> Tensor:
-        """[windows, rate, 2 dim] -> [count, 2 rate, dim]: of the window before the first half (`missing` where there is
-        none), then of the window itself the second."""
-        own, earlier = windows[-count:, :, self._dim :], windows[: len(windows) - 1, :, : self._dim]
-        if len(earlier) < count:
-            earlier = torch.cat((torch.full_like(own[:1], missing), earlier))
-        return torch.cat((earlier, own), 1)
+    def _angles(self, step: Step) -> Angles:
+        """Those of every token's window if it closes with the token: of the window's first token. Once a step for all layers."""
+        key = f"deepseek_v4.angles.{self._rate}"
+        if key not in step.scratch:
+            step.scratch[key] = self._rotary.angles((step.positions + 1 - self._rate).clamp_(min=0))
+        angles: Angles = step.scratch[key]
+        return angles

@@ -100,32 +100,33 @@ class V4Config:
         return len(kinds) * each + kinds.count("heavy") * 2 * hidden * dim + kinds.count("sparse") * (4 * hidden * dim + index)
 
     def caches(self, dtype: str, kv_dtype: str) -> tuple[tuple[Cache, ...], ...]:
-        """Of every layer its caches, numbered through. The window's keys are also its values. Of a layer that compresses, the
-        projections of a window that is still open (`parts`) are a window cache of their own: an entry is made from them when
-        its window closes, whatever steps its tokens came in, and a prefix hit finds them. They stay in the model's dtype."""
+        """Of every layer its caches, numbered through, all latent: keys are also values. Of a layer that compresses, the
+        projections of a window that is still open (`parts`: values and gates side by side) are a window cache of their own: an
+        entry is made from them when its window closes, whatever steps its tokens came in, and a prefix hit finds them. They
+        are never attended to and stay in the model's dtype."""
         found: list[tuple[Cache, ...]] = []
         number = 0
         for layer in self.layers:
             made: list[Cache] = []
             for use, heads, dim, window, every in self._uses(layer):
-                scale, parts = dim**-0.5, "parts" in use
-                attention = AttentionLayer(number, heads, 1, dim, dim, scale, window, has_sinks=use == "window")
-                kind: Literal["window", "latent"] = "latent" if window is None else "window"
-                spec = KVSpec(kind, 1, dim, dim, dtype if parts else kv_dtype, window, every)
+                parts = "parts" in use
+                key = 2 * dim if parts else dim
+                attention = AttentionLayer(number, heads, 1, key, dim, key**-0.5, window, has_sinks=use == "window")
+                spec = KVSpec("latent", 1, key, dim, dtype if parts else kv_dtype, window, every)
                 made.append(Cache(use, attention, spec))
                 number += 1
             found.append(tuple(made))
         return tuple(found)
 
     def _uses(self, layer: V4Layer) -> list[tuple[Any, int, int, int | None, int]]:
-        """(use, query heads, dims, window, tokens an entry)."""
+        """(use, query heads, dims of a value, window, tokens an entry)."""
         heads, dim, rate, index = self.num_heads, self.head_dim, layer.rate, self.index
         uses: list[tuple[Any, int, int, int | None, int]] = [("window", heads, dim, self.window, 1)]
         if layer.kind == "heavy":
-            uses += [("parts", 1, dim, rate, 1), ("entries", heads, dim, None, rate)]
+            uses += [("parts", 0, dim, rate, 1), ("entries", heads, dim, None, rate)]
         if layer.kind == "sparse":  # windows overlap: an entry is made of two of them
-            uses += [("parts", 1, 2 * dim, 2 * rate, 1), ("entries", heads, dim, None, rate)]
-            uses += [("index parts", 1, 2 * index.dim, 2 * rate, 1), ("index entries", index.heads, index.dim, None, rate)]
+            uses += [("parts", 0, 2 * dim, 2 * rate, 1), ("entries", heads, dim, None, rate)]
+            uses += [("index parts", 0, 2 * index.dim, 2 * rate, 1), ("index entries", index.heads, index.dim, None, rate)]
         return uses
 
 
