@@ -9,13 +9,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from octavo import hookimpl
+from octavo.cache.allocator import BlockAllocator
 from octavo.catalog import KINDS, Accept, Catalog, Provider
 from octavo.config import EngineConfig
 from octavo.engine import device
+from octavo.engine.block_size import waste
 from octavo.engine.plan import Plan, plan_engine
 from octavo.errors import ConfigError, LoadError, OctavoError, PluginError
+from octavo.interfaces import AllocatorParts, KVGroup, KVSpec
 from octavo.plugins import discover
 from octavo.request import Request, SamplingParams
 
@@ -145,7 +149,30 @@ def preferring(*sizes: int) -> Catalog:
 def test_block_size_is_the_backend_s_first_choice(tiny: Path) -> None:
     made = plan(tiny, preferring(24, 16))
     assert made.block_size == made.groups[0].block_size == 24
-    assert made.why["block_size"] == "attention 'picky' likes it best"
+    assert made.why["block_size"].startswith("attention 'picky' likes it best; blocks of 24 leave 1.8% empty")
+
+
+def test_a_block_size_that_wastes_more_than_5_percent_is_not_chosen_by_itself(tiny: Path) -> None:
+    made = plan(tiny, preferring(128, 256, 64, 16))
+    assert made.block_size == 64
+    assert "likes 128 best, but blocks of 128 leave 9.1% empty where sequences hold 640 tokens" in made.why["block_size"]
+    assert "blocks of 64 leave 4.8% empty" in made.why["block_size"] and "below 608 tokens" in made.why["block_size"]
+    assert plan(tiny, preferring(256, 128)).block_size == 128, "the least wasteful where all waste more"
+    assert plan(tiny, preferring(64), block_size=128).block_size == 128, "what is named is taken"
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_what_it_says_of_the_waste_is_what_the_simulation_finds(block_size: int) -> None:
+    """Sequences of every length between half and one and a half times the mean, in the real allocator."""
+    rows, mean = 200, 640
+    lengths = np.random.default_rng(0).integers(mean // 2, mean * 3 // 2, rows)
+    group = KVGroup(0, KVSpec("full", 1, 1, 1, "float16"), (0,), block_size, 4 * block_size)
+    allocator = BlockAllocator(None, AllocatorParts((group,), 20_000, rows, 1024, False, 1024, 0))
+    for row, length in enumerate(lengths.tolist()):
+        allocator.admit(row, np.zeros(length, np.int32), "a")
+        assert allocator.reserve(np.array([row]), np.array([0]), np.array([length]))
+    empty = 1 - lengths.sum() / (allocator.usage().used * block_size)
+    assert empty == pytest.approx(waste(block_size, lengths.mean()), rel=0.1)
 
 
 def test_the_model_s_recommendation_wins_where_the_backend_takes_it(tmp_path: Path) -> None:

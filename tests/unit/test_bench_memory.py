@@ -24,7 +24,7 @@ def test_fragmentation_stays_below_5_percent_with_64k_and_512_token_requests(blo
         assert world._allocator.reserve(np.array([row]), np.array([0]), np.array([length]))
         world._allocator.commit(np.array([row]), np.array([length]))
     world._sample()
-    ((_, fragmentation),) = world._samples
+    ((_, fragmentation, _),) = world._samples
     assert 0 < fragmentation < 0.05
 
 

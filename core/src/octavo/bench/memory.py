@@ -5,7 +5,9 @@ served; every step computes nothing and answers with one token a row, so that a 
 minutes. Touches no tensor.
 
     fragmentation   1 - tokens held / tokens that the used blocks could hold: what the ends of sequences waste.
-                    There is no other kind: any free block serves any sequence
+                    There is no other kind: any free block serves any sequence. A step's blocks are counted when it is
+                    submitted, after what was reserved and not used has come back
+    holds           tokens that a sequence in the pool holds on average: half a block beside so many is the waste
     usage           used blocks / all blocks
     preemptions     sequences that gave up their blocks (swapped: those that went to host memory)
     fairness        tokens per weight of each tenant's finished requests, smallest / largest. What was computed twice
@@ -132,7 +134,7 @@ class _World:
         )
         self._text = self._random.integers(0, VOCAB, LONGEST).tolist()
         self._serial = itertools.count()
-        self._samples: list[tuple[float, float]] = []  # of saturated steps: usage, fragmentation
+        self._samples: list[tuple[float, float, float]] = []  # of saturated steps: usage, fragmentation, tokens a sequence
         self._served = dict.fromkeys(TENANTS, 0)
         self._open: dict[str, tuple[str, int]] = {}  # of live requests: tenant and tokens
         self._waits: list[float] = []
@@ -184,21 +186,27 @@ class _World:
     def _sample(self) -> None:
         """After a step is submitted a row holds exactly the blocks of what it has computed."""
         usage = self._allocator.usage()
-        held = int(self._allocator._computed.sum())
-        self._samples.append((usage.used / usage.total, 1 - held / (usage.used * self._block_size)))
+        computed = self._allocator._computed
+        held, rows = int(computed.sum()), int(np.count_nonzero(computed))
+        self._samples.append((usage.used / usage.total, 1 - held / (usage.used * self._block_size), held / rows))
 
     def figures(self) -> dict[str, Any]:
         if not self._samples:
             raise ConfigError(
                 "too few requests: all have been sent before all tenants wait; raise --requests or lower --max-num-seqs"
             )
-        usage, waste = np.array(self._samples).T
+        usage, waste, holds = np.array(self._samples).T
         stats = self._scheduler.stats()
         each = {name: self._served[name] / TENANTS[name] for name in TENANTS}
         keep = np.linspace(0, len(usage) - 1, min(SAMPLES, len(usage))).astype(int)
         return {
             "steps": self._steps,
-            "fragmentation": {"mean": round(float(waste.mean()), 4), "max": round(float(waste.max()), 4)},
+            "fragmentation": {
+                "mean": round(float(waste.mean()), 4),
+                "p95": round(float(np.percentile(waste, 95)), 4),
+                "max": round(float(waste.max()), 4),
+            },
+            "holds": round(float(holds.mean())),
             "usage": {"mean": round(float(usage.mean()), 4), "max": round(float(usage.max()), 4)},
             "preemptions": stats.preemptions,
             "swapped_out": stats.swapped_out,

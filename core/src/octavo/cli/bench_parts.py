@@ -101,7 +101,7 @@ def memory(kinds: Any) -> None:
         description="Run core's allocator and scheduler on realistic lengths of requests, without a model.",
     )
     parser.add_argument(
-        "--mix", action="append", choices=["chat", "documents", "mixed"], help="Default is documents (repeatable)."
+        "--mix", action="append", choices=["chat", "documents", "mixed"], help="Default is all three (repeatable)."
     )
     parser.add_argument(
         "--block-size",
@@ -132,16 +132,17 @@ def _run_memory(args: argparse.Namespace) -> int:
             host_tokens=args.host_tokens,
             max_num_seqs=args.max_num_seqs,
         )
-        for mix in args.mix or ["documents"]
+        for mix in args.mix or list(memory.MIXES)
         for size in args.block_size or [16, 64, 128]
     ]
     if args.plot:
         memory.plot(runs, args.plot)
     if args.json:
         return print_json(surroundings() | {"benchmark": "memory", "runs": runs})
-    head = f"{'mix':<12}{'block':>6}{'fragmentation':>15}{'at most':>9}{'use':>8}{'preempted':>11}{'swapped':>9}{'fairness':>10}"
+    head = f"{'mix':<12}{'block':>6}{'holds':>9}{'fragmentation':>15}{'p95':>8}{'at most':>9}{'use':>8}{'preempted':>11}{'swapped':>9}{'fairness':>10}"
     lines = [
-        f"{r['mix']:<12}{r['block_size']:>6}{100 * r['fragmentation']['mean']:>14.2f}%{100 * r['fragmentation']['max']:>8.2f}%"
+        f"{r['mix']:<12}{r['block_size']:>6}{r['holds']:>9}{100 * r['fragmentation']['mean']:>14.2f}%{100 * r['fragmentation']['p95']:>7.2f}%"
+        f"{100 * r['fragmentation']['max']:>8.2f}%"
         f"{100 * r['usage']['mean']:>7.1f}%{r['preemptions']:>11}{r['swapped_out']:>9}{r['fairness']:>10.3f}"
         for r in runs
     ]

@@ -7,7 +7,7 @@ No weight is read and no device memory is taken here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from octavo.cache.pool import kv_tokens, plan_groups
 from octavo.catalog import Catalog, Device, Kind, Needs
 from octavo.config import EngineConfig
 from octavo.decision import Decision, OperatorDecision
+from octavo.engine.block_size import choose_block_size
 from octavo.engine.device import BF16_UNITS, Threads, choose_device, cpu_memory, spare_threads
 from octavo.engine.sizing import (
     LEAST_UTILIZATION,
@@ -55,7 +56,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "f
 MAX_POSITIONS = 1 << 24
 """Positions of a RoPE: every whole number up to it is a float32."""
 
-DEFAULT_BLOCK_SIZE = 16
 BATCHED_TOKENS = {"cuda": 8192, "cpu": 1024}
 
 
@@ -160,7 +160,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     attention = catalog.resolve(
         "attention", needs("attention", **attention_facts(facts, kv_dtype, wanted)), config.attention_backend
     )
-    block_size, why["block_size"] = _block_size(wanted, adapter.recommend(source.config), attention)
+    block_size, why["block_size"] = choose_block_size(wanted, adapter.recommend(source.config), attention)
     backend = attention.create(AttentionParts(device, dtype))
     groups = plan_groups(facts.kv_specs, backend.layout, block_size)
 
@@ -370,18 +370,3 @@ def _quantizer(config: EngineConfig, catalog: Catalog, source: ModelSource, arch
     dummy = config.load_format == "dummy"
     facts = {"method": method, "config": settings, "architecture": architecture, "dummy": dummy}
     return catalog.resolve("quantizer", needs("quantizer", **facts), named)
-
-
-def _block_size(asked: int | None, recommended: Mapping[str, Any], attention: Decision) -> tuple[int, str]:
-    """(tokens per block, why): the one asked for; else the model's recommendation where the backend takes
-    it, else the backend's first."""
-    if asked is not None:
-        return asked, "named in the configuration"
-    liked: Sequence[int] = tuple(attention.accept.preferences.get("block_sizes", ()))
-    advice = recommended.get("block_size")
-    if advice and (not liked or advice in liked):
-        return int(advice), f"the model adapter recommends it and attention {attention.name!r} takes it"
-    if liked:
-        note = f" (the model adapter recommends {advice}, which it does not take)" if advice else ""
-        return int(liked[0]), f"attention {attention.name!r} likes it best{note}"
-    return DEFAULT_BLOCK_SIZE, f"neither the model adapter nor attention {attention.name!r} has a preference"
