@@ -19,7 +19,7 @@ import httpx
 import psutil
 from octavo.bench.serve import Load, measure, random_asks
 
-FAMILIES = ("delivery_seconds", "admission_seconds", "event_loop_busy_seconds")
+FAMILIES = ("delivery_seconds", "admission_seconds", "event_loop_busy_seconds", "event_loop_lag_seconds")
 
 
 def buckets(url: str, family: str) -> dict[float, float]:

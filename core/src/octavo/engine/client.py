@@ -29,7 +29,7 @@ from octavo.request import Events, Request
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 64
+AT_ONCE = 32
 """Events that are delivered in one turn of the loop."""
 
 STOP_SECONDS = 3.0

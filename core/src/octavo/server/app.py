@@ -26,11 +26,12 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.models import ModelTable
 from octavo.errors import OctavoError
 from octavo.server import admin, admin_models, completions, native, openapi, prefix, scale
-from octavo.server.auth import Guard
+from octavo.server.auth import ADMIN, OPEN, Guard, route_path
 from octavo.server.clients import ClientGone
 from octavo.server.errors import to_api_error
 from octavo.server.limits import MAX_REQUEST_ID, EarlyAnswer
 from octavo.server.logs import request_id
+from octavo.server.pace import Rank
 from octavo.server.records import new_id
 from octavo.server.service import Service
 
@@ -85,7 +86,7 @@ async def _nobody(request: Request, exc: Exception) -> Response:
 
 
 class Envelope:
-    """The outermost layer: an id on every answer, a count of it, and no exception past this point."""
+    """The outermost layer: a turn for every request, an id on every answer, a count of it, and no exception past this point."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self._service = app, service
@@ -93,6 +94,9 @@ class Envelope:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        path = route_path(scope)
+        ahead = path in OPEN or path == ADMIN or path.startswith(ADMIN + "/")
+        scope["octavo.waited"] = await self._service.pace.turn(Rank.AHEAD if ahead else Rank.NEW)
         own_id = scope["octavo.request_id"] = new_id()
         request_id.set(own_id)  # a server answers every request in a task of its own
         shown = (_client_id(scope) or own_id).encode()

@@ -34,7 +34,7 @@ class Guard:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":  # there is no websocket route; refusing here keeps it that way
             return await send({"type": "websocket.close", "code": 1008})
-        path = _route_path(scope)
+        path = route_path(scope)
         if path not in OPEN:
             verdict = self._check(path, _bearer(scope))
             if isinstance(verdict, ApiError):
@@ -64,7 +64,7 @@ class Guard:
         return _unauthorised(key)
 
 
-def _route_path(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
     """The decoded path that the router will match: without --root-path, as Starlette takes it off."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     if not root or not path.startswith(root):

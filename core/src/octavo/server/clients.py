@@ -8,18 +8,16 @@ generation running for a client that has gone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.server.errors import to_api_error
 from octavo.server.records import Record
-
-T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 CLOSE_EXTENSION = "octavo.close"
@@ -40,22 +38,32 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _end(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+class Connected:
+    """`async with Connected(receive):` ends the block with ClientGone as soon as the client has gone away, by cancelling
+    whatever it waits for. Only after the request's body has been read to its end."""
 
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
 
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled (and ClientGone raised) as soon as the client goes away."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        await _end(task, watch)
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._before = task, task.cancelling()
+        self._watch = asyncio.create_task(_gone(self._receive))
+        self._watch.add_done_callback(self._on_end)
+        return self
+
+    def _on_end(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled() and watch.exception() is None:
+            self._gone = True
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._watch.remove_done_callback(self._on_end)
+        self._watch.cancel()
+        if self._gone and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            raise ClientGone from error
 
 
 _SEPARATORS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
@@ -87,18 +95,15 @@ class EventStream(Response):
         self._frames, self._source, self._record = frames, source, record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer, watch = asyncio.ensure_future(self._write(scope, send)), asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait({writer, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if writer.done():
-                writer.result()
-            else:
-                self._record.outcome = "disconnected"
+            async with Connected(receive):
+                await self._write(scope, send)
+        except ClientGone:
+            self._record.outcome = "disconnected"
         except asyncio.CancelledError:
             self._record.outcome = "aborted"
             raise
         finally:
-            await _end(writer, watch)
             await self._source.close()
             self._record.close()
 

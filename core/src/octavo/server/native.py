@@ -18,7 +18,7 @@ import octavo
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server import openapi
 from octavo.server.answers import GenerateAnswer
-from octavo.server.clients import while_connected
+from octavo.server.clients import Connected
 from octavo.server.errors import ApiError
 from octavo.server.generation import Job
 from octavo.server.logprobs import token_name
@@ -107,7 +107,8 @@ async def tokenize(request: Request, state: State) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: send either `prompt` or `messages`", param="prompt", code="invalid_value")
     with principal(request).quota.enter():
-        answer = await while_connected(request, asyncio.to_thread(_tokenized, llm, body))
+        async with Connected(request.receive):
+            answer = await asyncio.to_thread(_tokenized, llm, body)
     return Response(answer, media_type="application/json")
 
 
@@ -135,7 +136,8 @@ async def detokenize(request: Request, state: State) -> dict[str, Any]:
     body = await body_of(request, state, DetokenizeRequest)
     llm = _tokenizer_of(request, state, body.model)
     with principal(request).quota.enter():
-        text = await while_connected(request, asyncio.to_thread(_text, llm, body.tokens))
+        async with Connected(request.receive):
+            text = await asyncio.to_thread(_text, llm, body.tokens)
     return {"prompt": text}
 
 

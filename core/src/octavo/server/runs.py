@@ -20,10 +20,11 @@ from starlette.responses import Response
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import RequestError
 from octavo.request import ModelInfo, SamplingParams, check_request
-from octavo.server.clients import ClientGone, EventStream, while_connected
+from octavo.server.clients import ClientGone, Connected, EventStream
 from octavo.server.errors import ApiError, DeadlineExceeded, to_api_error
 from octavo.server.generation import Generation, Job
 from octavo.server.limits import MAX_PROMPT_VALUES, MAX_PROMPTS, MAX_SAMPLES, read_body
+from octavo.server.pace import Rank
 from octavo.server.protocol import MAX_DEADLINE, Sampling, prompts
 from octavo.server.service import Service, principal
 from octavo.server.tenant_file import Limits
@@ -44,8 +45,9 @@ class Shape(Protocol):
 
 
 async def body_of(request: Request, state: Service, model: type[M]) -> M:
-    """The request's body as `model`. Raises ApiError."""
+    """The request's body as `model`, in this request's turn. Raises ApiError."""
     body = await read_body(request, state.config.max_body_bytes, state.config.body_timeout)
+    request.scope["octavo.waited"] += await state.pace.turn(Rank.COMPLETE)
     return parse(model, body) if len(body) <= SMALL else await asyncio.to_thread(parse, model, body)
 
 
@@ -72,25 +74,26 @@ async def run(
         place = caller.quota.enter()
         record.at_end.append(lambda _: place.close())
         priority, deadline = state.priority(body.priority, request, llm), deadline_of(body, request)
-        jobs = within(await while_connected(request, prepare(llm)), body, caller.limits)
-        ids = sum(len(job.ids) for job in jobs)
-        caller.quota.admit_prompt(ids)
-        generation = Generation(
-            llm,
-            jobs,
-            record,
-            priority=priority,
-            deadline=_left(deadline, record.arrived),
-            caller=caller,
-            domain=_domain(caller.domain, body.cache_salt),
-            delta=bool(body.stream),
-        )
-        form = shape(record.id, jobs, llm) if ids < _MANY_IDS else await asyncio.to_thread(shape, record.id, jobs, llm)
-        await while_connected(request, generation.start())
+        async with Connected(request.receive):
+            jobs = within(await prepare(llm), body, caller.limits)
+            ids = sum(len(job.ids) for job in jobs)
+            caller.quota.admit_prompt(ids)
+            generation = Generation(
+                llm,
+                jobs,
+                record,
+                priority=priority,
+                deadline=_left(deadline, record.arrived),
+                caller=caller,
+                domain=_domain(caller.domain, body.cache_salt),
+                delta=bool(body.stream),
+            )
+            form = shape(record.id, jobs, llm) if ids < _MANY_IDS else await asyncio.to_thread(shape, record.id, jobs, llm)
+            await generation.start()
+            outputs = [] if body.stream else await generation.last()
         if body.stream:
             streaming = True
             return EventStream(form.frames(generation.deltas()), generation, record)
-        outputs = await while_connected(request, generation.last())
         return Response(await _written(form, outputs), media_type="application/json")
     except ClientGone:
         record.outcome = "disconnected"

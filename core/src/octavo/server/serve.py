@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import ipaddress
 import logging
 import resource
@@ -38,6 +37,7 @@ from octavo.request import EngineStats
 from octavo.server import logs, tls
 from octavo.server.app import create_app
 from octavo.server.connection import HttpConnection
+from octavo.server.garbage import Collector
 from octavo.server.models import planned
 from octavo.server.service import Service
 from octavo.server.tenants import Tenants
@@ -45,7 +45,6 @@ from octavo.server.tenants import Tenants
 log = logging.getLogger("octavo.server")
 
 _BACKLOG = 2048
-_GC = (5_000, 10, 20)  # a look through everything that a thousand streams hold takes long: less often than by default
 _ACCEPTED_AT_ONCE = 16
 _MAX_FILES = 1 << 17
 _FLUSH_SECONDS = 1.0  # for the last events of streams that the drain has ended
@@ -129,9 +128,6 @@ class _Process:
                 log.info("Octavo %s listens on %s; loading %s", octavo.__version__, address(config, sock), ", ".join(names))
                 await self._until(self._stop, self._load(table))
                 if not self._stop.is_set():
-                    gc.collect()
-                    gc.freeze()  # what was imported is garbage for nobody: the collector need not look at it again
-                    gc.set_threshold(*_GC)
                     log.info("ready: %s at %s", ", ".join(state.names), address(config, sock))
                     await self._serve(state, serving)
             finally:
@@ -155,7 +151,7 @@ class _Process:
                 await asyncio.to_thread(resolve_source, config.model, config.revision, weights=config.load_format != "dummy")
         for model in declared:
             with self._naming(model.name):
-                await table.load(model, on_progress=self._on_progress)
+                await table.load(model, on_progress=self._on_progress, warm=self._config.warm_up)
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -169,16 +165,16 @@ class _Process:
 
     async def _serve(self, state: Service, serving: asyncio.Task[None]) -> None:
         stats = asyncio.create_task(_log_stats(state.models)) if not self._config.disable_log_stats else None
+        collecting = asyncio.create_task(Collector(lambda: state.requests).run())
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set():
                 state.draining = True
-                running = sum(model.requests for model in [*state.models.models, *state.models.leaving])
-                log.info("draining: up to %g s for %d running requests", self._config.shutdown_timeout, running)
+                log.info("draining: up to %g s for %d running requests", self._config.shutdown_timeout, state.requests)
                 await self._until(self._force, state.models.drain_all(self._config.shutdown_timeout))
         finally:
-            for task in (stats, stop):
+            for task in (stats, collecting, stop):
                 if task is not None:
                     task.cancel()
 

@@ -23,6 +23,7 @@ from octavo.server.counts import Counts
 from octavo.server.errors import ApiError, model_not_found
 from octavo.server.gpu import Gpus
 from octavo.server.metrics import Metrics, View
+from octavo.server.pace import Pace
 from octavo.server.records import Record, new_id
 from octavo.server.tenants import Principal, Tenants
 from octavo.server.tracing import Tracing
@@ -46,7 +47,7 @@ class Service:
         self._loaded = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counts: dict[str, Counts] = {}
-        self.watch = LoopWatch()
+        self.watch, self.pace = LoopWatch(), Pace()
         self._metrics = Metrics(
             self._views, vllm_names=config.vllm_metrics, gpus=self.gpus, watch=self.watch, tenants=self.tenants
         )
@@ -81,6 +82,11 @@ class Service:
             return False
         states = {model.state for model in self.models.models}
         return self.models.takes() and "loading" not in states
+
+    @property
+    def requests(self) -> int:
+        """Requests that hold a model now, those of models on their way out too."""
+        return sum(model.requests for model in [*self.models.models, *self.models.leaving])
 
     @property
     def names(self) -> list[str]:
@@ -223,6 +229,7 @@ class Service:
             log_line=not self.config.disable_log_requests,
             id=request.scope.get("octavo.request_id") or new_id(),
             model=lease.model.name,
+            arrived=time.perf_counter() - request.scope.get("octavo.waited", 0.0),
         )
         record.at_end.append(lambda _: lease.release())
         tracing = self.tracing

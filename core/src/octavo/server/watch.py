@@ -18,7 +18,7 @@ log = logging.getLogger("octavo.server")
 INTERVAL = 0.01
 WARN_SECONDS = 0.25  # of the loop's own work in one go
 _QUIET_SECONDS = 60.0  # between two warnings
-BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
 
 
 class LoopWatch:
