@@ -6,7 +6,8 @@ A server serves MODEL; a second engine of it is added beside the first while str
 default and gives way again, `rounds` times; then the second is removed. With --replace the first is replaced
 under its own name, its cache making room (the server needs --dynamic-memory). A switch is measured from the
 administrator's request to the first token of the new default, by a process that does nothing else: the
-streams have one of their own. Loopback only.
+streams have one of their own. Of every switch above --slow ms it is told where the time went: the administrator's
+request, the server's account of the one after it, and what the log says of that moment. Loopback only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +37,11 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 
 def start(model: str, flags: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]:
     command = [sys.executable, "-m", "octavo", "serve", model, "--port", "0", "--served-model-name", "first"]
-    command += ["--admin-api-key", KEY, "--disable-log-requests", *flags]
+    command += ["--admin-api-key", KEY, "--log-level", "debug", "--log-format", "json", *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     while process.poll() is None:
-        found = re.search(r"listens on (http://\S+);", log.read_text(errors="replace"))
+        found = re.search(r"listens on (http://[^\s;\"]+)", log.read_text(errors="replace"))
         if found and httpx.get(found[1] + "/ready").status_code == 200:
             return process, found[1]
         time.sleep(0.1)
@@ -90,16 +93,53 @@ class Load:
             (self.ended if last == "[DONE]" else self.lost)[served if last == "[DONE]" else last[:200]] += 1
 
 
-async def switch(client: httpx.AsyncClient, admin: httpx.AsyncClient, name: str) -> float:
-    began = time.perf_counter()
+@dataclass(slots=True)
+class Switch:
+    """One switch: when it began (seconds since the epoch), and seconds to the end of the administrator's request and to the
+    first token; `request` is the id of the request that got it."""
+
+    name: str
+    began: float
+    ordered: float
+    first: float
+    request: str
+
+    def told(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """Where the time went, by the server's log."""
+        facts = next((line["request"] for line in lines if line.get("request", {}).get("id") == self.request), {})
+        near = [
+            f"{1000 * (at - self.began):+.0f} ms: {line['message'][:160]}"
+            for line in lines
+            if "request" not in line and -0.3 < (at := _seconds(line)) - self.began < self.first + 0.1
+        ]
+        return {
+            "to": self.name,
+            "ms": round(1000 * self.first, 1),
+            "administrator's request, ms": round(1000 * self.ordered, 1),
+            "server": {name: value for name, value in facts.items() if name.endswith(("_seconds", "_tokens"))},
+            "log": near,
+        }
+
+
+def _seconds(line: dict[str, Any]) -> float:
+    return datetime.fromisoformat(line["time"]).timestamp()
+
+
+def read_log(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
+
+
+async def switch(client: httpx.AsyncClient, admin: httpx.AsyncClient, name: str) -> Switch:
+    at, began = time.time(), time.perf_counter()
     (await admin.post(f"/admin/models/{name}/default")).raise_for_status()
+    ordered = time.perf_counter() - began
     body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         async for _ in events(response):
             seconds = time.perf_counter() - began
             assert response.headers["x-octavo-model"] == name
             break
-    return seconds
+    return Switch(name, at, ordered, seconds, response.headers["x-request-id"])
 
 
 async def memory(client: httpx.AsyncClient) -> dict[str, float]:
@@ -112,7 +152,7 @@ async def memory(client: httpx.AsyncClient) -> dict[str, float]:
     return dict(found)
 
 
-async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
+async def measure(url: str, model: str, args: argparse.Namespace, log: Path) -> dict[str, Any]:
     ours, theirs = multiprocessing.Pipe()
     work = multiprocessing.get_context("spawn").Process(
         target=carrier, args=(url, args.streams, args.tokens, theirs), daemon=True
@@ -137,9 +177,12 @@ async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, A
             await asyncio.sleep(0.5)
         ours.send("stop")
         ended, lost = await asyncio.to_thread(ours.recv)
-        told["first token without a switch, ms"] = [round(1000 * wait, 1) for wait in alone]
-        told["switches to the first token, ms"] = [round(1000 * wait, 1) for wait in waits]
-        told["median, ms"] = round(1000 * statistics.median(waits), 1)
+        told["first token without a switch, ms"] = [round(1000 * one.first, 1) for one in alone]
+        told["switches to the first token, ms"] = [round(1000 * one.first, 1) for one in waits]
+        told["median, ms"] = round(1000 * statistics.median(one.first for one in waits), 1)
+        told["below 200 ms"] = sum(one.first < 0.2 for one in waits)
+        lines = read_log(log)
+        told["slow ones"] = [one.told(lines) for one in waits if 1000 * one.first > args.slow]
         told["streams ended by model"], told["streams lost"] = ended, lost
         (await admin.delete("/admin/models/second")).raise_for_status()
         await asyncio.sleep(2)
@@ -147,7 +190,7 @@ async def measure(url: str, model: str, args: argparse.Namespace) -> dict[str, A
         return told
 
 
-async def replace(url: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
+async def replace(url: str, model: str, args: argparse.Namespace, log: Path) -> dict[str, Any]:
     ours, theirs = multiprocessing.Pipe()
     work = multiprocessing.get_context("spawn").Process(
         target=carrier, args=(url, args.streams, args.tokens, theirs), daemon=True
@@ -184,6 +227,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slow", type=float, default=100, help="ms from which on a switch is told in parts")
     parser.add_argument("--replace", action="store_true")
     parser.add_argument("--settings", type=json.loads, default={}, help="settings of the second model, as JSON")
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -194,7 +238,7 @@ def main() -> int:
         process, url = start(args.model, args.flags, log)
         try:
             work = replace if args.replace else measure
-            print(json.dumps(asyncio.run(work(url, args.model, args)), indent=1), flush=True)
+            print(json.dumps(asyncio.run(work(url, args.model, args, log)), indent=1), flush=True)
         except BaseException:
             print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
             raise

@@ -141,6 +141,11 @@ class ServerConfig(_Config):
         (), "Further model to serve: NAME=PATH[,SETTING=VALUE...] (repeatable); in the file a list of {name, model, setting: value}.",
         group="server",
     )  # fmt: skip
+    warm_up: bool = _field(
+        True,
+        "Run every engine through steps of many kinds before it serves, so that on a GPU no client waits for a kernel to be compiled or a graph to be captured.",
+        group="server",
+    )
     max_engine_restarts: int = _field(
         5, "Starts in a row that a crashed engine gets before its model is given up; 0 is none.", group="server", ge=0
     )

@@ -35,6 +35,18 @@ log = logging.getLogger(__name__)
 
 Observer = Callable[[list[Event], EngineStats], None]
 
+TOTALS = (
+    "preemptions",
+    "prefix_queries",
+    "prefix_hits",
+    "prompt_tokens",
+    "generation_tokens",
+    "steps",
+    "swapped_out",
+    "swapped_in",
+)
+"""What EngineStats adds up over the life of an engine, of its traffic."""
+
 WARM_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 WARM_OPTIONS: dict[str, Any] = {
     "priority": 0,
@@ -60,6 +72,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer
         self.info: ModelInfo
         self.stats = EngineStats()
+        self._uncounted: dict[str, int] = {}
         self.alive, self.draining = False, False
         self.dead_reason: str | None = None
         self.explain: dict[str, Any] = {}
@@ -347,6 +360,12 @@ class AsyncLLM:
         """Call observer(events, stats) after every step. What it raises is logged, never passed on."""
         self._observers.append(observer)
 
+    def count_from_here(self) -> None:
+        """Leave out of the totals in `stats` what the engine has done so far: a warm-up is no traffic."""
+        self._uncounted = {name: getattr(self.stats, name) + self._uncounted.get(name, 0) for name in TOTALS}
+        for name in TOTALS:
+            setattr(self.stats, name, 0)
+
     def _on_message(self, kind: bytes, body: Any) -> None:
         if kind == messages.EVENTS:
             self._on_step(body)
@@ -357,7 +376,7 @@ class AsyncLLM:
             answer.set_result(body)
 
     def _on_step(self, step: Events) -> None:
-        self.stats = step.stats
+        self._count(step.stats)
         outputs, aborts = self._processor.process(step.events)
         for output in outputs:
             if (stream := self._streams.get(output.request_id)) is not None:
@@ -370,6 +389,12 @@ class AsyncLLM:
                 observer(step.events, step.stats)
             except Exception:
                 log.exception("an observer of the engine's events failed")
+
+    def _count(self, stats: EngineStats) -> None:
+        if self.stats is not stats:  # the parts of a long step share theirs
+            for name, before in self._uncounted.items():
+                setattr(stats, name, getattr(stats, name) - before)
+            self.stats = stats
 
     def _on_death(self, reason: str) -> None:
         self.alive, self.dead_reason = False, reason

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -161,18 +162,28 @@ class ModelTable:
         """Start the engine of a declared model. Raises what `start` raises; the model is then still loading."""
         async with self._loading:
             llm = await self._start(self._with_reserve(model.config), on_progress=on_progress)
+        model.warm = warm
+        await self._warm_fresh(model, llm, on_progress)
+        self._serve(model, llm)
+
+    async def _warm_fresh(self, model: Served, llm: AsyncLLM, on_progress: Callable[[Progress], None] | None = None) -> None:
+        """Warm an engine that has no name yet, where that is wanted. If it fails the engine is ended."""
+        if not model.warm:
+            return
+        began = time.perf_counter()
         try:
-            if warm:
-                await warm_up(llm)
+            await warm_up(llm, on_progress=on_progress)
         except BaseException:
             await llm.end(grace=0.5)
             raise
-        self._serve(model, llm)
+        llm.count_from_here()
+        log.info("model %r warmed up in %.1f s", model.name, time.perf_counter() - began)
 
     async def load_again(self, model: Served) -> None:
         """Start a successor of a crashed engine: a new load, so a new generation. Raises what `start` raises."""
         async with self._loading:
             llm = await self._start(self._with_reserve(model.config))
+        await self._warm_fresh(model, llm)
         if self._models.get(model.name) is not model:
             await llm.end(grace=0.5)
             raise ConfigError(f"model {model.name!r} was removed while it started again")

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 PARENT_CHECK = 1.0
 """Seconds between checks, while idle, that the parent still lives."""
 
+SLOW_STEP = 0.1
+"""Seconds from which on a step is worth a line of the log at level debug: everybody waited for it."""
+
 
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent dies (Linux); the idle loop checks as well."""
@@ -68,6 +71,8 @@ class EngineLoop:
                 events = engine.step()
                 events.stats.sent = time.perf_counter()
                 self._send(messages.EVENTS, events)
+                if events.stats.step_seconds > SLOW_STEP:
+                    _say_slow(events)
         engine.close()
 
     def _progress(self, stage: str, done: int = 0, total: int = 0) -> None:
@@ -103,6 +108,18 @@ class EngineLoop:
                 self._send(messages.EVENTS, Events([], engine.stats()))
             elif kind == messages.CLOSE:
                 self._open = False
+
+
+def _say_slow(events: Events) -> None:
+    stats = events.stats
+    log.debug(
+        "step %d took %.0f ms: %d tokens, %d sequences running, %d waiting",
+        stats.steps,
+        1000 * stats.step_seconds,
+        stats.step_tokens,
+        stats.running,
+        stats.waiting,
+    )
 
 
 def _prefix(engine: Engine, order: messages.PrefixOrder) -> dict[str, Any]:

@@ -25,13 +25,15 @@ RETRY_SECONDS = 2.0
 
 class Served:
     """One model of the table. `generation` counts loads over the table's life, so that two engines of one
-    name are never taken for each other; `requests` hold it; `error` says why it is dead or starting again."""
+    name are never taken for each other; `requests` hold it; `error` says why it is dead or starting again; `warm`:
+    its engines run a warm-up before they serve."""
 
     def __init__(self, name: str, config: EngineConfig, generation: int) -> None:
         self.name, self.config, self.generation = name, config, generation
         self.state: State = "loading"
         self.error: str | None = None
         self.restarts = 0
+        self.warm = False
         self.requests = 0
         self.since = time.time()
         self.idle = asyncio.Event()

@@ -123,9 +123,11 @@ class Record:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,
+            "admission_seconds": _between(self.arrived, self.submitted),
             "queue_seconds": round(self.queued, 6),
-            "ttft_seconds": None if self.first_token is None else round(self.first_token - self.arrived, 6),
-            "total_seconds": None if self.ended is None else round(self.ended - self.arrived, 6),
+            "prefill_seconds": _between(self.scheduled, self.first_token),
+            "ttft_seconds": _between(self.arrived, self.first_token),
+            "total_seconds": _between(self.arrived, self.ended),
             "tenant": self.tenant,
         }
 
@@ -146,3 +148,8 @@ class Record:
         log.error(
             "request %s failed with %s\nprompt: %s\n%s", self.id, self.outcome, text, stack, extra={"request": self.facts()}
         )
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    """Seconds, None where one of the two never came."""
+    return None if begin is None or end is None else round(end - begin, 6)
