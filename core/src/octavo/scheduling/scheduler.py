@@ -1,20 +1,16 @@
 """ContinuousScheduler: one token budget, computed tokens catch up with known tokens.
 
-Owns every live Sequence, the slots of the state table and the waiting queue. There is no prefill
+Owns every live Sequence, the running set and the waiting queue. There is no prefill
 or decode phase: a row has tokens that are known (prompt, sampled, or sampled by a step whose
 result is still in flight) and tokens that are computed, and each step computes the difference as
 far as the budget goes. Never sees a tensor, never calls a hook, never waits.
 
-Per-slot counters are numpy columns, because Python cost per row is what bounds small models:
-  known     tokens that exist, those in flight included
-  computed  tokens whose KV a submitted step writes
-  limit     prompt + max_tokens
-A row has work while computed < min(known, limit - 1): the KV of the very last token is never needed.
+The counters of running rows are columns of `running.RunningSet`. A row has work while
+computed < min(known, limit - 1).
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
 from collections import deque
 from typing import cast
@@ -24,10 +20,11 @@ import numpy as np
 from octavo.catalog import Options
 from octavo.errors import AdmissionRefused
 from octavo.interfaces import SchedulerParts
-from octavo.request import Admission, Batch, EngineStats, Event, FinishReason, Request, Result, TokenLogprobs
+from octavo.request import Batch, EngineStats, Event, FinishReason, Request, Result, TokenLogprobs
 from octavo.scheduling.draft import Draft
 from octavo.scheduling.gate import Gate
 from octavo.scheduling.policies import Order, Queue
+from octavo.scheduling.running import RunningSet
 from octavo.scheduling.sequence import Sequence, State
 
 
@@ -44,16 +41,7 @@ class ContinuousScheduler:
     def __init__(self, options: SchedulerOptions, parts: SchedulerParts) -> None:
         self._options, self._parts = options, parts
         self._allocator, self._limits = parts.allocator, parts.limits
-        size = parts.limits.max_num_seqs
-        self._known = np.zeros(size, np.int64)
-        self._computed = np.zeros(size, np.int64)
-        self._limit = np.zeros(size, np.int64)
-        self._rank = np.zeros(size)  # first part of the key
-        self._tenant = np.zeros(size, np.intp)
-        self._free_slots = list(range(size))  # a heap: low slots first keeps tables dense
-        self._running: list[Sequence] = []  # sorted by key: the last one is the next victim
-        self._slots = np.zeros(0, np.int32)  # slots of _running, in its order
-        self._slots_stale = False
+        self._running = RunningSet(parts.limits.max_num_seqs)
         self._order = Order(parts.policy, options.ageing, parts.clock)
         self._queue = Queue(self._order)
         self._gate = Gate(parts, self._queue)
@@ -108,14 +96,10 @@ class ContinuousScheduler:
 
     def _schedule_running(self, draft: Draft) -> None:
         """Rows with work, decoding rows before prefill chunks, as far as the budget goes."""
-        while self._running:
-            if self._slots_stale:
-                self._slots = np.array([s.slot for s in self._running], np.int32)
-                self._slots_stale = False
-            slots = self._slots
-            known, computed = self._known[slots], self._computed[slots]
-            work = np.minimum(known, self._limit[slots] - 1) - computed
-            order = self._order.rows(work > 1, self._rank[slots], self._tenant[slots])
+        running, sequences = self._running, self._running.sequences
+        while sequences:
+            slots, work = running.slots, running.work()
+            order = self._order.rows(work > 1, running.rank[slots], running.tenant[slots])
             order = order[work[order] > 0]
             work = work[order]
             take = np.clip(draft.budget - (np.cumsum(work) - work), 0, work)
@@ -124,53 +108,30 @@ class ContinuousScheduler:
             order, take = order[take > 0], take[take > 0]
             if not len(order):
                 return
-            rows, start = slots[order], computed[order]
+            rows = slots[order]
+            start = running.computed[rows]
             self._allocator.trim(rows, start)
             if self._allocator.reserve(rows, start, start + take):
-                sample = (start + take == known[order]).tolist()
+                sample = (start + take == running.known[rows]).tolist()
                 for at, first, count, sampled in zip(order.tolist(), start.tolist(), take.tolist(), sample, strict=True):
-                    draft.add(self._running[at], first, count, sampled)
+                    draft.add(sequences[at], first, count, sampled)
                 return
-            self._preempt(self._running[-1], draft)
+            self._preempt(sequences[-1], draft)
 
     def _schedule_waiting(self, draft: Draft) -> None:
         """Admit from the head of the queue; a strictly better priority may take the worst row's place."""
-        displaced: list[tuple[Sequence, int, int, bool]] = []
         while (sequence := self._queue.peek()) is not None:
             if sequence.in_flight:
                 break  # preempted a moment ago: the token it sampled last is still on its way
-            if draft.budget <= 0:
-                chunk = self._later_chunk(sequence, draft)
-                if chunk is None:
-                    break
-                draft.undo(chunk[0].slot)
-                displaced.append(chunk)
+            if draft.budget <= 0 and not draft.displace(sequence, self._order):
+                break
             if self._admit(sequence, draft):
                 continue
-            victim = self._running[-1] if self._running else None
+            victim = self._running.last
             if victim is None or not self._outranks(sequence, victim):
                 break
             self._preempt(victim, draft)
-        for row in displaced:
-            self._resume_chunk(row, draft)
-
-    def _later_chunk(self, waiting: Sequence, draft: Draft) -> tuple[Sequence, int, int, bool] | None:
-        """The chunk of a running prompt that goes after `waiting`, the last such: a long prompt must hold up
-        neither a better priority nor a tenant that has had less. None if all go before it."""
-        if self._order.flat:
-            return None
-        chunks = [row for slot, row in draft.rows.items() if row[2] > 1 and slot not in draft.admitted]
-        last = max(chunks, key=lambda row: (*self._order.standing(row[0]), row[0].key), default=None)
-        return last if last is not None and self._order.standing(waiting) < self._order.standing(last[0]) else None
-
-    def _resume_chunk(self, row: tuple[Sequence, int, int, bool], draft: Draft) -> None:
-        """Give a displaced chunk what is left of the budget; it has kept its slot and the blocks for all of it."""
-        sequence, start, wanted, sample = row
-        take = min(wanted, draft.budget)
-        if sequence.state is not State.RUNNING or sequence.slot in draft.rows or take <= 0:
-            return
-        if take == wanted or self._parts.chunked_prefill:
-            draft.add(sequence, start, take, sample and take == wanted)
+        draft.resume(whole=not self._parts.chunked_prefill)
 
     def _outranks(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether to preempt: only for a strictly better priority, so that equals never swap places, and only
@@ -180,13 +141,14 @@ class ContinuousScheduler:
 
     def _admit(self, sequence: Sequence, draft: Draft) -> bool:
         """Move the queue's head into a slot if slot, blocks and budget allow; else change nothing."""
-        if not self._free_slots:
+        slot = self._running.free_slot
+        if slot is None:
             return False
         usage = self._allocator.usage()
         available = usage.free + usage.cached
         if self._blocked is not None and self._blocked[0] is sequence and available <= self._blocked[1]:
             return False  # nothing came back since it last did not fit
-        slot, tokens = self._free_slots[0], sequence.tokens
+        tokens = sequence.tokens
         known = len(tokens)
         reuse = sequence.request.params.prompt_logprobs is None or sequence.announced
         salt = self._parts.salt(sequence.limit)
@@ -208,7 +170,7 @@ class ContinuousScheduler:
         self._blocked = None
         self._queue.pop(sequence)
         self._order.shares.refund(sequence.tenant, max(sequence.charged - cached, 0))
-        self._enter(sequence, slot, known, cached)
+        self._running.enter(sequence, known, cached)
         if sequence.parcel is not None:
             self._stats.swapped_in += cached == sequence.parcel.computed
             self._discard(sequence)
@@ -220,14 +182,6 @@ class ContinuousScheduler:
         draft.admitted[slot] = sequence
         draft.add(sequence, cached, take, whole)
         return True
-
-    def _enter(self, sequence: Sequence, slot: int, known: int, computed: int) -> None:
-        heapq.heappop(self._free_slots)  # slot is its smallest
-        sequence.slot, sequence.state, sequence.extended = slot, State.RUNNING, known
-        self._known[slot], self._computed[slot], self._limit[slot] = known, computed, sequence.limit
-        self._rank[slot], self._tenant[slot] = sequence.key[0], sequence.tenant
-        bisect.insort(self._running, sequence, key=lambda s: s.key)
-        self._slots_stale = True
 
     def _preempt(self, victim: Sequence, draft: Draft) -> None:
         """Give up a running sequence's slot and blocks. It will continue from host memory, where that is worth the
@@ -250,9 +204,9 @@ class ContinuousScheduler:
                     source.append(i)
         slots, sampled = np.array([s.slot for s in sequences], np.int32), np.array(sample, bool)
         first, count = np.array(start, np.int64), np.array(take, np.int64)
-        self._computed[slots] = first + count
-        self._known[slots] += sampled
-        self._order.shares.charge(self._tenant[slots], count)
+        self._running.computed[slots] = first + count
+        self._running.known[slots] += sampled
+        self._order.shares.charge(self._running.tenant[slots], count)
         for sequence, one in zip(sequences, sample, strict=True):
             sequence.in_flight += one
         tables, copies = self._allocator.drain()
@@ -267,7 +221,7 @@ class ContinuousScheduler:
             num_new=count.astype(np.int32),
             sample=sampled,
             source=np.array(source, np.int32),
-            admissions=tuple(_admission(s) for s in draft.admitted.values()),
+            admissions=tuple(s.admission() for s in draft.admitted.values()),
             tables=tables,
             copies=copies,
         )
@@ -280,11 +234,10 @@ class ContinuousScheduler:
         same hidden state and share its blocks. Those that find no slot queue like anybody else."""
         forked = []
         for child in parent.siblings:
-            if not self._free_slots:
+            if self._running.free_slot is None:
                 self._queue.push(child)
                 continue
-            slot = self._free_slots[0]
-            self._enter(child, slot, len(parent.prompt), len(parent.prompt))
+            slot = self._running.enter(child, len(parent.prompt), len(parent.prompt))
             self._allocator.fork(parent.slot, slot)
             child.cached = parent.cached
             draft.admitted[slot] = child
@@ -316,23 +269,10 @@ class ContinuousScheduler:
         return sequences
 
     def _append(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> Event:
-        """Append sampled tokens up to the one that ends the sequence, and drop what comes after it."""
-        params, eos = sequence.request.params, sequence.request.eos_token_ids
-        event = self._event(sequence)
-        for token in tokens:
-            sequence.output.append(token)
-            event.tokens.append(token)
-            if len(sequence.output) >= params.min_tokens:
-                if token in eos and not params.ignore_eos:
-                    event.finish = "stop"
-                elif params.stop_token_ids and token in params.stop_token_ids:
-                    event.finish, event.stop_reason = "stop", token
-            if event.finish is None and sequence.known >= sequence.limit:
-                event.finish = "length"
-            if event.finish is not None:
-                break
-        if logprobs:
-            event.logprobs = logprobs[: len(event.tokens)]
+        """Append sampled tokens up to the one that ends the sequence."""
+        if not sequence.announced:
+            self._began(sequence)
+        event = sequence.append(tokens, logprobs)
         self._stats.generation_tokens += len(event.tokens)
         if event.finish is not None:
             self._finish(sequence)
@@ -347,21 +287,15 @@ class ContinuousScheduler:
             self._allocator.extend(sequence.slot, np.asarray(new, np.int32))
             sequence.extended = sequence.known
 
-    def _event(self, sequence: Sequence) -> Event:
-        event = Event(sequence.request.id, sequence.sample, [])
-        if not sequence.announced:
-            sequence.announced = True
-            event.cached_tokens = max(sequence.cached, 0)
-            event.queue_seconds = sequence.queued
-            event.prompt_logprobs = sequence.prompt_logprobs
-            if len(sequence.prompt) == 1 and sequence.request.params.prompt_logprobs is not None:
-                event.prompt_logprobs = [None]  # nothing comes before the only token
-            if sequence.sample == 0:
-                self._stats.prompt_tokens += len(sequence.prompt)
-        return event
+    def _began(self, sequence: Sequence) -> None:
+        """Its first event is about to be made: its prompt counts, once for all samples."""
+        if sequence.sample == 0:
+            self._stats.prompt_tokens += len(sequence.prompt)
 
     def _end(self, sequence: Sequence, finish: FinishReason, error: str) -> Event:
-        event = self._event(sequence)
+        if not sequence.announced:
+            self._began(sequence)
+        event = sequence.event()
         event.finish, event.error = finish, error
         self._finish(sequence)
         return event
@@ -373,7 +307,8 @@ class ContinuousScheduler:
             sequence.in_flight -= sampled[i]
             if sequence.state is State.RUNNING:
                 self._allocator.withdraw(np.array([sequence.slot], np.int32), batch.start[i : i + 1].astype(np.int64))
-                self._computed[sequence.slot] = min(self._computed[sequence.slot], int(batch.start[i]))
+                computed = self._running.computed
+                computed[sequence.slot] = min(computed[sequence.slot], int(batch.start[i]))
             if sequence.state is not State.FINISHED:
                 events.append(self._end(sequence, "error", message))
         # Rows that left their slot while the step was in flight have published blocks that it never wrote.
@@ -421,19 +356,16 @@ class ContinuousScheduler:
         memory if that pays."""
         slot = sequence.slot
         row = np.array([slot], np.int32)
-        sequence.charged = max(sequence.charged, int(self._computed[slot]))
+        computed = int(self._running.computed[slot])
+        sequence.charged = max(sequence.charged, computed)
         self._extend(sequence)
-        computed = int(self._computed[slot])
-        self._allocator.commit(row, self._computed[row])
+        self._allocator.commit(row, self._running.computed[row])
         if swap and computed and self._parts.swap_pays(computed, self._allocator.blocks(computed)):
             sequence.parcel = self._allocator.swap_out(slot)
             self._stats.swapped_out += sequence.parcel is not None
         if sequence.parcel is None:
             self._allocator.release(row)
-        self._running.remove(sequence)
-        self._slots_stale = True
-        heapq.heappush(self._free_slots, slot)
-        sequence.slot = -1
+        self._running.leave(sequence)
 
     def _discard(self, sequence: Sequence) -> None:
         if sequence.parcel is not None:
@@ -458,16 +390,3 @@ class ContinuousScheduler:
         stats.free_blocks = usage.free + usage.cached
         stats.kv_usage = usage.used / usage.total if usage.total else 0.0
         return stats
-
-
-def _admission(sequence: Sequence) -> Admission:
-    request = sequence.request
-    return Admission(
-        slot=sequence.slot,
-        tokens=sequence.tokens,
-        num_prompt=len(sequence.prompt),
-        params=request.params,
-        seed=sequence.seed,
-        eos_token_ids=request.eos_token_ids,
-        rope_tokens=sequence.limit,
-    )

@@ -1,6 +1,6 @@
 """Sequence: one sample of one request, as the scheduler sees it while it lives.
 
-Owned and mutated by the scheduler alone. Holds token ids and counters, never tensors.
+Owned and mutated by the scheduler alone. Knows which token ends it. Holds token ids and counters, never tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.request import Request, TokenLogprobs
+from octavo.request import Admission, Event, Request, TokenLogprobs
 
 if TYPE_CHECKING:
     from octavo.cache.tier import Parcel
@@ -68,3 +68,47 @@ class Sequence:
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None]
         self.prompt_logprobs[position : position + len(values)] = values
+
+    def append(self, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> Event:
+        """Take sampled tokens up to the one that ends the sequence, drop what comes after it, and tell of them."""
+        event = self.event()
+        params, eos = self.request.params, self.request.eos_token_ids
+        for token in tokens:
+            self.output.append(token)
+            event.tokens.append(token)
+            if len(self.output) >= params.min_tokens:
+                if token in eos and not params.ignore_eos:
+                    event.finish = "stop"
+                elif params.stop_token_ids and token in params.stop_token_ids:
+                    event.finish, event.stop_reason = "stop", token
+            if event.finish is None and self.known >= self.limit:
+                event.finish = "length"
+            if event.finish is not None:
+                break
+        if logprobs:
+            event.logprobs = logprobs[: len(event.tokens)]
+        return event
+
+    def event(self) -> Event:
+        """News of this sequence, without tokens; the first one says how it began."""
+        event = Event(self.request.id, self.sample, [])
+        if not self.announced:
+            self.announced = True
+            event.cached_tokens = max(self.cached, 0)
+            event.queue_seconds = self.queued
+            event.prompt_logprobs = self.prompt_logprobs
+            if len(self.prompt) == 1 and self.request.params.prompt_logprobs is not None:
+                event.prompt_logprobs = [None]  # nothing comes before the only token
+        return event
+
+    def admission(self) -> Admission:
+        """What the runner has to know of it."""
+        return Admission(
+            slot=self.slot,
+            tokens=self.tokens,
+            num_prompt=len(self.prompt),
+            params=self.request.params,
+            seed=self.seed,
+            eos_token_ids=self.request.eos_token_ids,
+            rope_tokens=self.limit,
+        )
