@@ -54,6 +54,21 @@ def test_either_merge_and_either_prefill_gives_what_float64_says(shape: Shape, o
     check_a_step_of_all_kinds(target(**options).scene(shape, LENGTHS))
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(Shape((16, 4), 128, block_size=size, dtype=BF16, kv_dtype=E4M3, k_scale=0.3, v_scale=0.7) for size in (16, 64, 128)),
+        Shape((8, 2), 64, block_size=64, dtype=FP16, kv_dtype=E5M2, window=50, sinks=True, softcap=20.0),
+        Shape((8, 8), 128, block_size=64, dtype=BF16, kv_dtype=E4M3, window=150),
+    ],
+    ids=str,
+)
+def test_an_fp8_cache_is_prefilled_from_pages_that_are_widened(shape: Shape) -> None:
+    if cuda_device().capability[0] != 9:
+        pytest.skip("the kernel is for compute capability 9")
+    check_a_step_of_all_kinds(target(prefill="hopper").scene(shape, LENGTHS))
+
+
 @pytest.mark.parametrize("merge", ["fused", "kernel"])
 @pytest.mark.parametrize("kv_dtype", [None, E4M3])
 def test_a_row_of_many_parts_is_added_up_the_same_way_every_time(merge: str, kv_dtype: str | None) -> None:

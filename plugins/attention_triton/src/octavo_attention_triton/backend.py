@@ -20,7 +20,7 @@ from octavo.transfer import to_device
 
 from octavo_attention_triton.cascade import Cascade, worth
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
-from octavo_attention_triton.kernels import decode, prefill, prologue, write
+from octavo_attention_triton.kernels import decode, prefill, prologue, widen, write
 from octavo_attention_triton.kernels import shared as cascade_kernels
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N, MAX_PARTS
@@ -35,6 +35,7 @@ from octavo_attention_triton.tuning import (
     hopper_prefill_fits,
     prefill_tile,
 )
+from octavo_attention_triton.widening import Batch, batches, pays, workspace_pages
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 512
@@ -73,7 +74,8 @@ class Bound:
     work: WorkMap
     sinks: torch.Tensor | None
     shape: dict[str, Any]  # constexprs that decode and prefill share
-    descriptor: Any = None  # of the cache, where the Hopper prefill kernel serves this layer
+    descriptor: Any = None  # of the cache, or of the workspace, where the Hopper prefill kernel serves this layer
+    wide_pages: int = 0  # that the workspace holds of this layer, if its cache is FP8 and the Hopper kernel serves it
 
 
 class TritonAttention:
@@ -84,6 +86,7 @@ class TritonAttention:
     def __init__(self, options: TritonOptions, parts: AttentionParts) -> None:
         self.options = options
         self.dtype: torch.dtype = getattr(torch, parts.dtype)
+        self._dtype_name = parts.dtype
         on_cuda = parts.device.type == "cuda"
         self.device = torch.device("cuda", parts.device.index) if on_cuda else torch.device(parts.device.type)
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
@@ -119,6 +122,7 @@ class TritonAttention:
         self.limits = limits
         rows = limits.max_num_seqs
         partials = 1
+        self._workspace = self._make_workspace(groups)
         for bound in groups:
             geometry = self._geometry(bound.group.spec, bound.group.block_size)
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
@@ -129,7 +133,7 @@ class TritonAttention:
                 self._layers[layer.index] = Bound(
                     layer, bound.group.index, cache, geometry, work,
                     None if layer.sinks is None else layer.sinks.detach().to(self.device).contiguous(),
-                    self._shape(layer, geometry), self._descriptor(layer, cache, geometry),
+                    self._shape(layer, geometry), self._descriptor(layer, cache, geometry), self._wide_pages(layer, geometry),
                 )  # fmt: skip
                 partials = max(partials, work.items.shape[0] * layer.num_heads)
         width = max((b.layer.v_dim for b in self._layers.values()), default=1)
@@ -151,28 +155,51 @@ class TritonAttention:
         self._shared = torch.zeros((parts, values), dtype=torch.float32, device=self.device)
         self._shared_lse = torch.zeros((parts, sums), dtype=torch.float32, device=self.device)
 
+    def _hopper_fits(self, layer: AttentionLayer, g: PageGeometry) -> bool:
+        """Whether the Hopper kernel prefills this layer: from its cache, or from FP8 pages that are widened for it."""
+        return (
+            self.hopper
+            and self.options.prefill != "portable"
+            and hopper_prefill_fits(
+                k_dim=g.k_dim,
+                v_dim=g.v_dim,
+                page=g.page,
+                group=layer.num_heads // layer.num_kv_heads,
+                dtype=self._dtype_name,
+                kv_dtype=self._dtype_name if g.dtype in FP8 else g.dtype,
+                row_align=self.options.row_align,
+            )
+        )
+
+    def _wide_pages(self, layer: AttentionLayer, g: PageGeometry) -> int:
+        """Pages of the workspace for FP8 pages of this layer; 0 where it needs none."""
+        if g.dtype not in FP8 or not self._hopper_fits(layer, g):
+            return 0
+        return workspace_pages(g, self.dtype.itemsize, self.limits.max_model_len)
+
+    def _make_workspace(self, groups: Sequence[BoundGroup]) -> torch.Tensor:
+        """16-bit values, as many as the largest layer needs; all layers share them."""
+        most = 0
+        for bound in groups:
+            g = self._geometry(bound.group.spec, bound.group.block_size)
+            pages = max((self._wide_pages(layer, g) for layer in bound.layers), default=0)
+            most = max(most, pages * g.heads * g.page * (g.k_dim + g.v_dim))
+        return torch.empty(most, dtype=self.dtype, device=self.device)
+
     def _descriptor(self, layer: AttentionLayer, cache: torch.Tensor, g: PageGeometry) -> Any:
-        """The cache's copy descriptor if the Hopper kernel prefills this layer, else None. ValueError if it is asked for and cannot."""
-        if self.options.prefill == "portable":
-            return None
-        group = layer.num_heads // layer.num_kv_heads
-        dtype = str(self.dtype).removeprefix("torch.")
-        if self.hopper and hopper_prefill_fits(
-            k_dim=g.k_dim,
-            v_dim=g.v_dim,
-            page=g.page,
-            group=group,
-            dtype=dtype,
-            kv_dtype=g.dtype,
-            row_align=self.options.row_align,
-        ):
+        """The copy descriptor of what the Hopper kernel reads if it prefills this layer, else None. ValueError if it is asked
+        for and cannot."""
+        if self._hopper_fits(layer, g):
             from octavo_attention_triton.kernels import hopper_prefill
 
-            return hopper_prefill.descriptor(cache, g.k_dim, g.page)
+            pages = self._wide_pages(layer, g)
+            wide = self._workspace[: pages * g.heads * g.page * (g.k_dim + g.v_dim)]
+            return hopper_prefill.descriptor(wide if pages else cache, g.k_dim, g.page)
         if self.options.prefill == "hopper":
             raise ValueError(
-                f"layer {layer.index}: prefill=hopper needs capability 9, and a 16-bit cache in the query dtype of dim 64 or 128 without "
-                f"row padding; this is {g.dtype} for {dtype} queries, dims {g.k_dim} and {g.v_dim}, page {g.page}, {group} heads a KV head"
+                f"layer {layer.index}: prefill=hopper needs capability 9, and a cache in the query dtype or FP8, of dim 64 or 128 without "
+                f"row padding; this is {g.dtype} for {self._dtype_name} queries, dims {g.k_dim} and {g.v_dim}, page {g.page}, "
+                f"{layer.num_heads // layer.num_kv_heads} heads a KV head"
             )
         return None
 
@@ -240,16 +267,24 @@ class TritonAttention:
                 cascade.update(shared, step.host, heads, self.sms)
             return
         lists: dict[tuple[int, int | None], torch.Tensor] = {}
+        widened: dict[tuple[Any, ...], Sequence[Batch] | None] = {}
+        widens = self.options.prefill == "hopper" or pays(step.host)
         for bound in self._layers.values():
+            if bound.wide_pages and widens:
+                layer, page, wide = bound.layer, bound.geometry.page, self._wide_key(bound)
+                if wide not in widened:
+                    widened[wide] = batches(step.host, bound.shape["GROUP"], layer.window, page, bound.wide_pages, self.device)
+                if widened[wide] is not None:
+                    continue
             key = (self._prefill_tokens(bound, step), bound.layer.window)
             if key not in lists:
                 lists[key] = to_device(tile_list(step.host, *key), self.device)
-        step.scratch["triton.tiles"] = lists
+        step.scratch["triton.tiles"], step.scratch["triton.widened"] = lists, widened
         step.scratch["triton.decodes"] = bool((step.host.query_lens == 1).any())
 
     def _prefill_tokens(self, bound: Bound, step: Step) -> int:
         """Query tokens of one tile."""
-        if bound.descriptor is not None:
+        if bound.descriptor is not None and not bound.wide_pages:
             return HOPPER_TOKENS // int(bound.shape["GROUP"])
         return self._prefill_tile(bound, step).block_m // int(bound.shape["GROUP"])
 
@@ -400,30 +435,56 @@ class TritonAttention:
         )  # fmt: skip
         return out
 
+    def _wide_key(self, bound: Bound) -> tuple[Any, ...]:
+        """Layers of one key widen the same pages of their caches."""
+        return bound.shape["GROUP"], bound.layer.window, bound.geometry.page, bound.wide_pages
+
     def _prefill(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         layer, table, shape = bound.layer, step.tables[bound.group], bound.shape
+        if bound.wide_pages and (found := step.scratch["triton.widened"].get(self._wide_key(bound))) is not None:
+            for batch in found:
+                self._widen(bound, table, batch.pages)
+                self._hopper_prefill(bound, batch.table, batch.tiles, q, out, lse)
+            return
         tiles = step.scratch["triton.tiles"][self._prefill_tokens(bound, step), layer.window]
+        if bound.descriptor is not None and not bound.wide_pages:
+            self._hopper_prefill(bound, table, tiles, q, out, lse)
+            return
         scale, softcap, v_scale = self._numbers(bound)
         log = self._nothing if lse is None else lse
         sinks = self._nothing if bound.sinks is None else bound.sinks
         strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0)
-        if bound.descriptor is not None:
-            from octavo_attention_triton.kernels import hopper_prefill as hopper
-
-            items = tiles.shape[0] * layer.num_kv_heads
-            hopper.hopper_prefill_kernel[(min(self.sms, items),)](
-                q, out, log, bound.descriptor, table, tiles, sinks, tiles.shape[0], layer.num_kv_heads, layer.window or 0, scale, softcap,
-                *strides, 2 * layer.num_kv_heads * shape["PAGE"],
-                GROUP=shape["GROUP"], DIM=shape["K_DIM"], BLOCK_N=hopper.BLOCK_N, BOX=min(shape["PAGE"], hopper.BLOCK_N),
-                PAGE=shape["PAGE"], STAGES=hopper.STAGES, SOFTCAP=shape["SOFTCAP"], WINDOW=shape["WINDOW"], SINKS=shape["SINKS"],
-                LSE=lse is not None, HEADS_LAST=hopper.HEADS_LAST, num_warps=4,
-            )  # fmt: skip
-            return
         tile = self._prefill_tile(bound, step)
         prefill.prefill_kernel[(tiles.shape[0], layer.num_kv_heads)](
             q, out, log, bound.cache, table, tiles, sinks, scale, softcap, v_scale, layer.window or 0, *strides, bound.cache.stride(0),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shape,
             LSE=lse is not None, STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+
+    def _widen(self, bound: Bound, table: torch.Tensor, pages: torch.Tensor) -> None:
+        """Pages of the layer's cache into the workspace."""
+        g = bound.geometry
+        widen.widen_kernel[(pages.shape[0], g.heads)](
+            bound.cache, table, pages, self._workspace, table.stride(0), bound.cache.stride(0),
+            HEADS=g.heads, K_DIM=g.k_dim, V_DIM=g.v_dim, BLOCK_K=_pow2(g.k_dim), BLOCK_V=_pow2(g.v_dim), BLOCK_P=_pow2(g.page),
+            PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base, V_TRANSPOSED=g.v_transposed, num_warps=4,
+        )  # fmt: skip
+
+    def _hopper_prefill(
+        self, bound: Bound, table: torch.Tensor, tiles: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        from octavo_attention_triton.kernels import hopper_prefill as hopper
+
+        layer, shape = bound.layer, bound.shape
+        scale, softcap, v_scale = self._numbers(bound)
+        log = self._nothing if lse is None else lse
+        sinks = self._nothing if bound.sinks is None else bound.sinks
+        hopper.hopper_prefill_kernel[(min(self.sms, tiles.shape[0] * layer.num_kv_heads),)](
+            q, out, log, bound.descriptor, table, tiles, sinks, tiles.shape[0], layer.num_kv_heads, layer.window or 0, scale, softcap, v_scale,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0), 2 * layer.num_kv_heads * shape["PAGE"],
+            GROUP=shape["GROUP"], DIM=shape["K_DIM"], BLOCK_N=hopper.BLOCK_N, BOX=min(shape["PAGE"], hopper.BLOCK_N),
+            PAGE=shape["PAGE"], STAGES=hopper.STAGES, SOFTCAP=shape["SOFTCAP"], WINDOW=shape["WINDOW"], SINKS=shape["SINKS"],
+            LSE=lse is not None, HEADS_LAST=hopper.HEADS_LAST, num_warps=4,
         )  # fmt: skip
 
     # ------------------------------------------------------------ whole blocks

@@ -24,7 +24,9 @@ class TritonOptions(Options):
         True, description="Keep V of an FP8 cache as [head, dim, slot] (blocks of 64 tokens or a multiple)."
     )
     prefill: Literal["auto", "portable", "hopper"] = Field(
-        "auto", description="Prefill kernel; hopper is warp-specialised, for 16-bit caches of dim 64 or 128 on capability 9."
+        "auto",
+        description="Prefill kernel; hopper is warp-specialised, for dim 64 or 128 on capability 9; pages of an FP8 cache are widened for it, by auto only "
+        "where a step has enough tokens.",
     )
     shared_prefix_bytes: int = Field(
         64 << 20,
@@ -77,7 +79,7 @@ def _prefill(needs: Needs, kv: str, options: Any) -> str:
             page=needs.facts.get("block_size") or 64,
             group=layer.num_heads // layer.num_kv_heads,
             dtype=needs.dtype,
-            kv_dtype=kv,
+            kv_dtype=needs.dtype if kv in FP8 else kv,
             row_align=getattr(options, "row_align", 16),
         )
         for layer in needs.facts.get("layers") or ()

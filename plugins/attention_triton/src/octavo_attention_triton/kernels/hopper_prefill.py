@@ -1,4 +1,5 @@
-"""Prefill on Hopper: warp specialised, in Gluon. For 16-bit caches of dim 64 or 128; `prefill.py` does the rest.
+"""Prefill on Hopper: warp specialised, in Gluon. For 16-bit caches of dim 64 or 128, and FP8 caches whose pages `widen.py` has
+widened; `prefill.py` does the rest.
 
 Three partitions share a program. A producer warp walks the tiles of K and V through the block table and has the
 tensor memory accelerator copy them, box by box, into rings in shared memory; two consumer warpgroups of 64 matrix rows each
@@ -196,7 +197,7 @@ def _consume(
     common, HALF: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, HEADS_LAST: gl.constexpr,
 ):  # fmt: skip
-    (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, tiles, heads, window, scale, softcap,
+    (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, tiles, heads, window, scale, softcap, v_scale,
      q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
      q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty) = common  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -284,7 +285,7 @@ def _consume(
                 m = top
             if LSE:
                 gl.store(lse_ptr + token * lse_stride_t + h, (m + gl.log2(den)) * LN2, mask=live)
-        o = o * gl.convert_layout(1.0 / den, gl.SliceLayout(1, o_layout))[:, None]
+        o = o * gl.convert_layout(v_scale / den, gl.SliceLayout(1, o_layout))[:, None]
         # Through the queries' memory, which is free now, so that stores to device memory are 16 bytes wide.
         q.store(o.to(dtype))
         gl.thread_barrier()
@@ -297,7 +298,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["tiles", "heads", "window", "table_stride", "lse_stride_t"])
 def hopper_prefill_kernel(
     q_ptr, out_ptr, lse_ptr, desc, table_ptr, tiles_ptr, sinks_ptr,
-    tiles, heads, window, scale, softcap,
+    tiles, heads, window, scale, softcap, v_scale,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t, table_stride, rows_per_page,
     GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, HEADS_LAST: gl.constexpr,
@@ -318,7 +319,7 @@ def hopper_prefill_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
-    common = (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, tiles, heads, window, scale, softcap,
+    common = (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, tiles, heads, window, scale, softcap, v_scale,
               q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
               q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty)  # fmt: skip
     gl.warp_specialize(
