@@ -41,6 +41,11 @@ class AttentionLayer:
     has_sinks: bool = False
     expands: int = 0
 
+    def kv_spec(self, dtype: str) -> KVSpec:
+        """The cache of keys and values of every token, or of a window of them, that such a layer keeps in `dtype`."""
+        kind: Literal["full", "window"] = "full" if self.window is None else "window"
+        return KVSpec(kind, self.num_kv_heads, self.k_dim, self.v_dim, dtype, self.window)
+
 
 @dataclass(frozen=True, slots=True)
 class BoundGroup:

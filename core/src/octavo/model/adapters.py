@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.interfaces import KVSpec, Model, ModelFacts, ModelParts
+from octavo.interfaces import Model, ModelFacts, ModelParts
 from octavo.model.decoder_config import DecoderConfig
 from octavo.model.families import read_decoder
 from octavo.model.text_part import is_media, text_name, text_part, wrapped
@@ -35,17 +35,7 @@ class DecoderAdapter:
             hidden_size=decoder.hidden_size,
             max_position=decoder.max_position,
             layers=layers,
-            kv_specs=tuple(
-                KVSpec(
-                    kind="full" if layer.window is None else "window",
-                    heads=layer.num_kv_heads,
-                    k_dim=layer.k_dim,
-                    v_dim=layer.v_dim,
-                    dtype=kv_dtype,
-                    window=layer.window,
-                )
-                for layer in layers
-            ),
+            kv_specs=tuple(layer.kv_spec(kv_dtype) for layer in layers),
             tied_head=decoder.tied_head,
             ropes=decoder.ropes,
             mlp_weights=decoder.mlp_weights,

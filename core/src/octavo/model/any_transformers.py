@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import LoadError
-from octavo.interfaces import AttentionLayer, KVSpec, Model, ModelFacts, ModelParts
+from octavo.interfaces import AttentionLayer, Model, ModelFacts, ModelParts
 
 if TYPE_CHECKING:
     from octavo.model.transformers_probe import Call
@@ -51,17 +51,7 @@ class TransformersAdapter:
             hidden_size=int(parsed.hidden_size),
             max_position=int(getattr(parsed, "max_position_embeddings", 0) or 0),
             layers=layers,
-            kv_specs=tuple(
-                KVSpec(
-                    kind="full" if layer.window is None else "window",
-                    heads=layer.num_kv_heads,
-                    k_dim=layer.k_dim,
-                    v_dim=layer.v_dim,
-                    dtype=kv_dtype,
-                    window=layer.window,
-                )
-                for layer in layers
-            ),
+            kv_specs=tuple(layer.kv_spec(kv_dtype) for layer in layers),
             tied_head=bool(getattr(parsed, "tie_word_embeddings", False)),
         )
 
