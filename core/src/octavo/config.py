@@ -149,6 +149,12 @@ class ServerConfig(_Config):
     max_engine_restarts: int = _field(
         5, "Starts in a row that a crashed engine gets before its model is given up; 0 is none.", group="server", ge=0
     )
+    engine_timeout: float = _field(
+        300.0,
+        "Seconds that an engine may take over one step, kernels compiled in it included, before it counts as hung and is started again; 0 is for ever.",
+        group="server",
+        ge=0,
+    )
     root_path: str = _field("", "Path prefix when behind a proxy.", group="server")
     allowed_origins: tuple[str, ...] = _field((), "Origins allowed by CORS (repeatable).", group="server")
     ssl_keyfile: str | None = _field(None, "TLS key file.", group="server")

@@ -19,6 +19,7 @@ from octavo.cache.prefix import PUBLIC
 from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.client import STOP_SECONDS, EngineProcess
+from octavo.engine.liveness import PATIENCE
 from octavo.engine.prefixes import Prefix, Warmed, read_prefixes
 from octavo.engine.streams import Prompt, Stream, prompt_parts
 from octavo.errors import AdmissionRefused, ConfigError, EngineDead, RequestError
@@ -67,7 +68,9 @@ class AsyncLLM:
     inventory are what the engine's own process decided and loaded.
     """
 
-    def __init__(self, config: EngineConfig, source: ModelSource, *, relay_log: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, *, relay_log: bool = False, patience: float | None = PATIENCE
+    ) -> None:
         self.config, self.source = config, source
         self.tokenizer: Tokenizer
         self.info: ModelInfo
@@ -78,7 +81,7 @@ class AsyncLLM:
         self.explain: dict[str, Any] = {}
         self.inventory: list[dict[str, Any]] = []
         self.died = asyncio.Event()
-        self._engine = EngineProcess(self._on_message, self._on_death, relay_log=relay_log)
+        self._engine = EngineProcess(self._on_message, self._on_death, relay_log=relay_log, patience=patience)
         self._processor: OutputProcessor
         self._streams: dict[str, Stream] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -95,16 +98,18 @@ class AsyncLLM:
         *,
         on_progress: Callable[[messages.Progress], None] | None = None,
         relay_log: bool = False,
+        patience: float | None = PATIENCE,
     ) -> AsyncLLM:
         """Resolve the model, start the engine's process and wait until it serves. relay_log: what the
-        engine's process logs becomes records of this process, instead of going to its stderr.
+        engine's process logs becomes records of this process, instead of going to its stderr. patience: seconds
+        without an answer after which an engine that serves counts as dead and is killed (None: never).
 
         Raises ConfigError, LoadError or PluginError for what the caller can mend, EngineDead for a crash.
         """
         began = time.perf_counter()
         prefixes = await asyncio.to_thread(read_prefixes, config.warm_prefixes) if config.warm_prefixes else []
         source = await asyncio.to_thread(resolve_source, config.model, config.revision, weights=config.load_format != "dummy")
-        llm = cls(config, source, relay_log=relay_log)
+        llm = cls(config, source, relay_log=relay_log, patience=patience)
         try:
             # The engine builds while this process loads the tokenizer: neither needs the other.
             resolved = config.model_copy(update={"model": str(source.path)})
@@ -421,6 +426,11 @@ class AsyncLLM:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
             self._fail_all(AdmissionRefused("the server is shutting down", code="draining", retry_after=5.0))
+
+    @property
+    def hung(self) -> bool:
+        """Whether it died of not answering."""
+        return self._engine.hung
 
     @property
     def pid(self) -> int | None:

@@ -22,6 +22,7 @@ import zmq.asyncio
 
 from octavo.config import SECRET_VARIABLES, EngineConfig
 from octavo.engine import messages
+from octavo.engine.liveness import STACKS, Liveness
 from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import LIMIT, relay
 from octavo.errors import ConfigError, EngineDead
@@ -35,6 +36,12 @@ AT_ONCE = 32
 STOP_SECONDS = 3.0
 """How long a child gets to leave by itself after CLOSE."""
 
+STACK_SECONDS = 0.5
+"""How long a hung child gets to write where it hangs."""
+
+KILL_SECONDS = 10.0
+"""How long the system gets to end a child that was killed."""
+
 
 def _parts(step: Events) -> Iterator[Events]:
     """The events of a step in order, AT_ONCE at a time, each part with the engine's state."""
@@ -44,10 +51,16 @@ def _parts(step: Events) -> Iterator[Events]:
 
 class EngineProcess:
     """start() returns once the engine serves. `on_message(kind, body)` gets EVENTS, REFUSED, PREFIX_STATE and RESIZED;
-    `on_death(reason)` is called once if the engine ends without being asked to."""
+    `on_death(reason)` is called once if the engine ends without being asked to, or has answered nothing for `patience` seconds
+    (None: however long it takes), when it is killed; `hung` is True then."""
 
     def __init__(
-        self, on_message: Callable[[bytes, Any], None], on_death: Callable[[str], None], *, relay_log: bool = False
+        self,
+        on_message: Callable[[bytes, Any], None],
+        on_death: Callable[[str], None],
+        *,
+        relay_log: bool = False,
+        patience: float | None = None,
     ) -> None:
         self._on_message, self._on_death, self._relay_log = on_message, on_death, relay_log
         self._folder = tempfile.mkdtemp(prefix="octavo-")
@@ -57,7 +70,10 @@ class EngineProcess:
         self._socket.linger = 0
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._closing = False
+        self._closing = self._dead = self._cleared = False
+        self.hung = False
+        self._liveness = None if patience is None else Liveness(patience, lambda: self._send(messages.PING, None))
+        self._patience = patience
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._progress: Callable[[messages.Progress], None] | None = None
         self._last_words: messages.Dead | None = None
@@ -87,10 +103,13 @@ class EngineProcess:
         if self._process.stderr is not None:
             self._log = asyncio.create_task(relay(self._process.stderr), context=Context())
         try:
-            return await self._ready
+            ready = await self._ready
         except BaseException:
             await self.close(grace=0.5)  # it serves nobody yet: nothing to be gentle about
             raise
+        if self._liveness is not None:  # from here on: a model may take as long to load as it takes
+            self._tasks.append(asyncio.create_task(self._guard(self._liveness), context=Context()))
+        return ready
 
     async def _introduce(self, config: EngineConfig) -> None:
         await self._socket.send_multipart(pack(messages.CONFIG, config.model_dump_json()))
@@ -122,6 +141,8 @@ class EngineProcess:
         try:
             while True:
                 kind, body = unpack(await self._socket.recv_multipart())
+                if self._liveness is not None:
+                    self._liveness.heard()
                 for part in _parts(body) if kind == messages.EVENTS else (body,):
                     self._deliver(kind, part)
                     # A message that is there already comes without a turn of the loop, and every sequence's news wakes
@@ -132,8 +153,27 @@ class EngineProcess:
             reason = f"its messages can no longer be taken in: {type(error).__name__}: {error}"
             if not self._ready.done():
                 self._ready.set_exception(EngineDead(reason))
-            elif not self._closing:
-                self._on_death(reason)
+            else:
+                self._die(reason)
+
+    def _die(self, reason: str) -> None:
+        if not self._closing and not self._dead:
+            self._dead = True
+            log.error("engine process %s died: %s", self.pid, reason)
+            self._on_death(reason)
+
+    async def _guard(self, liveness: Liveness) -> None:
+        """Kill an engine that hangs. Its requests end at once, even if the kill takes its time."""
+        await liveness.run()
+        if self._closing or self._process is None or self._process.returncode is not None:
+            return
+        log.error("engine process %s has not answered for %g s: it is killed; its stacks follow", self.pid, self._patience)
+        self.hung = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(STACKS)
+            await asyncio.sleep(STACK_SECONDS)
+            self._process.kill()
+        self._die(f"it hung: no answer for {self._patience:g} s (--engine-timeout)")
 
     def _deliver(self, kind: bytes, body: Any) -> None:
         if kind == messages.PROGRESS:
@@ -143,6 +183,8 @@ class EngineProcess:
             self._ready.set_result(body)
         elif kind == messages.DEAD:
             self._last_words = body
+        elif kind == messages.PONG:
+            pass  # that it came is all it says
         else:
             self._on_message(kind, body)
 
@@ -154,24 +196,20 @@ class EngineProcess:
         reason = words.reason if words else f"the engine process ended with exit status {code}"
         if not self._ready.done():
             self._ready.set_exception(ConfigError(reason) if words and words.config else EngineDead(reason))
-        elif not self._closing:
-            log.error("engine process %s died: %s", self.pid, reason)
-            self._on_death(reason)
+        elif not self.hung:  # the guard says why
+            self._die(reason)
 
     async def close(self, grace: float = STOP_SECONDS) -> None:
-        """End the child: `grace` seconds to leave by itself, then SIGKILL (it ignores SIGTERM). Idempotent."""
-        if self._closing:
-            return
+        """End the child: `grace` seconds to leave by itself, then SIGKILL (it ignores SIGTERM). Idempotent. Raises
+        EngineDead where even that does not end it within KILL_SECONDS (its driver holds it): call again later."""
         if self._process is not None and self._process.returncode is None:
             self._send(messages.CLOSE, None)
         self._closing = True
         if self._process is not None:
-            try:
-                await asyncio.wait_for(self._process.wait(), grace)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
+            await self._end(self._process, 0.0 if self.hung else grace)
+        if self._cleared:
+            return
+        self._cleared = True
         if self._log is not None:  # its stderr closes with the child: what is left is logged
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._log, 1.0)
@@ -181,3 +219,15 @@ class EngineProcess:
         self._socket.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end(self, process: asyncio.subprocess.Process, grace: float) -> None:
+        try:
+            await asyncio.wait_for(process.wait(), grace)
+            return
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        try:
+            await asyncio.wait_for(process.wait(), KILL_SECONDS)
+        except TimeoutError:
+            raise EngineDead(f"process {process.pid} does not end, not even when it is killed") from None

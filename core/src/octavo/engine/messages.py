@@ -1,8 +1,8 @@
 """What crosses between a client's process and an engine's process: msgpack frames over one socket.
 
 A message is two frames: a kind (one byte) and a msgspec struct. To the engine: ADD Request, ABORT,
-CLOSE, RESET, PREFIX, RESIZE. From it: PROGRESS, READY, EVENTS (one a step, every request's news together), REFUSED,
-PREFIX_STATE (the answer to one PREFIX), RESIZED (to one RESIZE), DEAD.
+CLOSE, RESET, PREFIX, RESIZE, PING. From it: PROGRESS, READY, EVENTS (one a step, every request's news together), REFUSED,
+PREFIX_STATE (the answer to one PREFIX), RESIZED (to one RESIZE), PONG (to one PING), DEAD.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 
 from octavo.request import Events, ModelInfo, Request
 
-CONFIG, ADD, ABORT, RESET, PREFIX, RESIZE, CLOSE = b"C", b"A", b"B", b"X", b"K", b"Z", b"Q"
-PROGRESS, READY, EVENTS, REFUSED, PREFIX_STATE, RESIZED, DEAD = b"P", b"R", b"E", b"F", b"k", b"z", b"D"
+CONFIG, ADD, ABORT, RESET, PREFIX, RESIZE, PING, CLOSE = b"C", b"A", b"B", b"X", b"K", b"Z", b"I", b"Q"
+PROGRESS, READY, EVENTS, REFUSED, PREFIX_STATE, RESIZED, PONG, DEAD = b"P", b"R", b"E", b"F", b"k", b"z", b"i", b"D"
 
 
 class Abort(msgspec.Struct, array_like=True):

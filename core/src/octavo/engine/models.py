@@ -383,6 +383,8 @@ class ModelTable:
             if model.present:
                 await model.llm.end()
             log.info("model %r (load %d) is gone", model.name, model.generation)
+        except EngineDead as error:
+            log.error("model %r (load %d) is not gone, and holds its memory: %s", model.name, model.generation, error)
         finally:
             self._leaving.discard(model)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ import zmq
 
 from octavo.config import EngineConfig
 from octavo.engine import messages
+from octavo.engine.liveness import STACKS
 from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import send_records
 from octavo.errors import AdmissionRefused, ConfigError, OctavoError
@@ -106,6 +108,8 @@ class EngineLoop:
             elif kind == messages.RESIZE:
                 self._send(messages.RESIZED, _resized(engine, body))
                 self._send(messages.EVENTS, Events([], engine.stats()))
+            elif kind == messages.PING:
+                self._send(messages.PONG, None)
             elif kind == messages.CLOSE:
                 self._open = False
 
@@ -145,6 +149,7 @@ def main(address: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    faulthandler.register(STACKS)  # to stderr, so to the log
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)

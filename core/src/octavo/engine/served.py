@@ -48,6 +48,11 @@ class Served:
         return self._llm
 
     @property
+    def hung(self) -> bool:
+        """Whether its engine stopped answering and none has taken its place yet."""
+        return self.state == "restarting" and self._llm is not None and self._llm.hung
+
+    @property
     def present(self) -> bool:
         return self._llm is not None
 

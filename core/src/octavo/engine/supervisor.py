@@ -73,10 +73,10 @@ class Supervisor:
         log.warning(
             "model %r crashed (%s): start %d of %d in %.1f s", model.name, reason, failures + 1, self._backoff.attempts, delay
         )
-        await model.llm.end()  # its process is gone; its socket and folder go too
         await asyncio.sleep(delay)
         model.restarts += 1
         try:
+            await model.llm.end()  # its process is gone, or goes now; its socket and folder go too
             await self._table.load_again(model)
         except Exception as error:
             model.error = f"{type(error).__name__}: {error}"

@@ -41,7 +41,7 @@ _encode = msgspec.json.Encoder().encode
 @router.get("/health", tags=["liveness"])
 async def health(state: State) -> Response:
     """Empty 200 while the server is worth keeping, also while it drains or an engine starts again after a
-    crash; 503 until the first model serves, and once an engine is given up."""
+    crash; 503 until the first model serves, once an engine is given up, and while one that hung is replaced."""
     return Response(status_code=200 if state.alive else 503)
 
 

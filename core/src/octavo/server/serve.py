@@ -109,7 +109,7 @@ class _Process:
 
     async def run(self) -> int:
         config = self._config
-        table = ModelTable(partial(AsyncLLM.start, relay_log=True))
+        table = ModelTable(partial(AsyncLLM.start, relay_log=True, patience=config.engine_timeout or None))
         supervisor = Supervisor(table, Backoff(attempts=config.max_engine_restarts))
         names = [model.name for model in self._planned]
         app = create_app(None, config, [*names, *self._aliases], table)

@@ -72,8 +72,9 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """False before the first engine serves, and once one has died and will not be started again."""
-        return self._loaded and not any(model.state == "dead" for model in self.models.models)
+        """False before the first engine serves, once one has died and will not be started again, and from when one
+        was found hung until its successor serves: what made it hang (a driver, a device) may outlast a restart."""
+        return self._loaded and not any(model.state == "dead" or model.hung for model in self.models.models)
 
     @property
     def ready(self) -> bool:
