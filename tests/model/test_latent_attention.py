@@ -12,11 +12,16 @@ from octavo.interfaces import AttentionParts, KVSpec
 from octavo.testing.attention import AttentionTarget, check
 from octavo.testing.latent import LatentSuite
 from octavo.testing.paged import Scene, Shape, reference
+from octavo.testing.sparse import SparseSuite
 
 CPU = Device()
 
 
 class TestTorch(LatentSuite):
+    target = AttentionTarget(register_attention_backends()[0], CPU, ("float32", "bfloat16"))
+
+
+class TestTorchSparse(SparseSuite):
     target = AttentionTarget(register_attention_backends()[0], CPU, ("float32", "bfloat16"))
 
 

@@ -130,21 +130,68 @@ print(json.dumps(complaints))
 CASES = [[4, 32, 16, "float32", 16], [3, 64, 32, "float16", 8], [20, 48, 16, "float32", 64]]
 
 
-@pytest.fixture(scope="module")
-def complaints() -> list[str]:
-    """Of every case, what was wrong: all in one process, which has the interpreter on from its first import of triton."""
+def interpreted(script: str, cases: Any) -> str:
+    """What a script prints: it has the interpreter on from its first import of triton, hence a process of its own."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed: the kernel cannot be interpreted")
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(PLUGIN), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES)]
+    command = [sys.executable, "-W", "ignore", "-c", script, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: list[str] = json.loads(done.stdout)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def complaints() -> list[str]:
+    """Of every case, what was wrong."""
+    found: list[str] = json.loads(interpreted(SCRIPT, CASES))
     return found
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "{}q-{}+{}-{}-block{}".format(*CASES[i]))
 def test_the_portable_kernel_computes_latent_attention_in_hostile_memory(index: int, complaints: list[str]) -> None:
     assert not complaints[index], complaints[index]
+
+
+SPARSE = (
+    PRELUDE
+    + """
+import json, sys
+from dataclasses import replace
+from octavo.catalog import Accept, Device
+from octavo.testing.attention import AttentionTarget
+from octavo.testing.sparse import SparseSuite
+from octavo_attention_triton.latent_provider import provider
+
+suite = SparseSuite()
+suite.target = AttentionTarget(replace(provider, accepts=lambda needs, options: Accept({}, "")), Device("cpu"), ("float32",))
+complaints = {}
+for name, given in json.loads(sys.argv[1]):
+    try:
+        getattr(suite, name)(**given, dtype="float32")
+        complaints[name] = ""
+    except Exception as error:
+        complaints[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(complaints))
+"""
+)
+SPARSE_CASES: dict[str, dict[str, Any]] = {
+    "test_an_index_chooses_the_keys_with_the_highest_scores": {"heads": 3, "dim": 16, "size": 8, "count": 20},
+    "test_equal_scores_are_chosen_from_without_repetition": {},
+    "test_chosen_keys_alone_are_attended_to": {"each": (4, 32, 16), "sinks": True},
+    "test_a_window_with_sinks_over_keys_that_are_values": {"heads": 3},
+    "test_entries_are_made_of_the_windows_that_close": {"rate": 4, "dim": 32, "overlapping": True},
+}
+
+
+@pytest.fixture(scope="module")
+def sparse_complaints() -> dict[str, str]:
+    found: dict[str, str] = json.loads(interpreted(SPARSE, list(SPARSE_CASES.items())))
+    return found
+
+
+@pytest.mark.parametrize("name", SPARSE_CASES)
+def test_the_kernels_of_sparse_attention_pass_its_suite(name: str, sparse_complaints: dict[str, str]) -> None:
+    assert not sparse_complaints[name], sparse_complaints[name]

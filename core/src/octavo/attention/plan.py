@@ -102,10 +102,10 @@ class _Rows:
 
 class GroupPlanner:
     """Plans steps of one KV group, whose cache is on `device`. expands: rows with at least so many new tokens are left
-    out (AttentionLayer.expands; 0: none)."""
+    out (AttentionLayer.expands; 0: none), and so are those with less than `least`."""
 
-    def __init__(self, group: KVGroup, device: torch.device, expands: int = 0) -> None:
-        self._expands = expands or sys.maxsize
+    def __init__(self, group: KVGroup, device: torch.device, expands: int = 0, least: int = 1) -> None:
+        self._expands, self._least = expands or sys.maxsize, least
         self._index, self._size, self._window = group.index, group.block_size, group.spec.window
         self._device = device
         self._kinds = 1 if group.spec.kind == "latent" else 2  # a latent entry is K and V at once
@@ -129,7 +129,7 @@ class GroupPlanner:
     def _tiles(self, new: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
         """Indices of the rows that are not computed alone, in lists that each become a tile: at most twice
         the work that their members need, and some, which is what another tile costs."""
-        together, decoding = ~_alone(new, keys) & (new < self._expands), new == 1
+        together, decoding = ~_alone(new, keys) & (new < self._expands) & (new >= self._least), new == 1
         tiles: list[np.ndarray] = []
         for chosen in (np.flatnonzero(together & decoding), np.flatnonzero(together & ~decoding)):
             tile: list[int] = []
@@ -190,8 +190,8 @@ class EntryPlanner(GroupPlanner):
     """Plans steps of a latent group that keeps one entry for `tokens_per_entry` tokens, written with the last of them. An
     entry's *position* is its number in the sequence; `entries` takes those."""
 
-    def __init__(self, group: KVGroup, device: torch.device, expands: int = 0) -> None:
-        super().__init__(group, device)
+    def __init__(self, group: KVGroup, device: torch.device, expands: int = 0, least: int = 1) -> None:
+        super().__init__(group, device, least=least)
         self._every = group.spec.tokens_per_entry
         self._size = group.block_size // self._every
 

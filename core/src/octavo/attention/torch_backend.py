@@ -55,12 +55,14 @@ class TorchAttention:
     """interfaces.AttentionBackend. Layout of a block: [K or V, kv_head, slot, width], width the larger
     of k_dim and v_dim; of a latent one [slot, k_dim], whose V is the first v_dim of its K.
 
-    A layer's lse is the natural logarithm of the softmax's denominator, its sink included.
+    A layer's lse is the natural logarithm of the softmax's denominator, its sink included. least: rows with fewer new
+    tokens in a step are left alone, their part of `out` too; for a backend of the same layout that has a kernel for them.
     """
 
     graphs: Literal["none", "decode", "all"] = "none"
 
-    def __init__(self, options: Any, parts: AttentionParts) -> None:
+    def __init__(self, options: Any, parts: AttentionParts, *, least: int = 1) -> None:
+        self._least = least
         self._dtype: torch.dtype = getattr(torch, parts.dtype)
         self._fuses = parts.device.type == "cpu" and self._dtype == torch.bfloat16
         self._compute = torch.float32 if self._dtype == torch.float16 else self._dtype
@@ -95,7 +97,7 @@ class TorchAttention:
                     f"KV group {bound.group.index}: blocks of {size} tokens hold no whole number of entries of {every}"
                 )
             planner = GroupPlanner if every == 1 else EntryPlanner
-            self._planners[key] = planner(bound.group, bound.caches[0].device, bound.layers[0].expands)
+            self._planners[key] = planner(bound.group, bound.caches[0].device, bound.layers[0].expands, self._least)
             for facts, cache in zip(bound.layers, bound.caches, strict=True):
                 entries = cache.view(-1, cache.shape[-1])
                 if cache.dtype in _FLOAT8:
@@ -176,6 +178,8 @@ class TorchAttention:
     ) -> Tensor:
         """Over chosen keys, or over every entry of the windows that are closed."""
         every, scale = bound.group.spec.tokens_per_entry, bound.facts.scale
+        if bound.sinks is not None and lse is None:
+            lse = out.new_empty(out.shape[:2], dtype=torch.float32)
         for row, tokens, end in self._rows(step):
             sums = None if lse is None else lse[tokens]
             if select is not None:
@@ -184,6 +188,10 @@ class TorchAttention:
             else:
                 keys, _ = self.gather(layer, row, end // every)
                 sparse.attend_first(q[tokens], keys[:, 0], _seen(step, tokens, every), out[tokens], scale, sums)
+        if bound.sinks is not None and lse is not None:
+            sinks = bound.sinks.view(-1)
+            out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
+            torch.logaddexp(lse, sinks, out=lse)
         return out
 
     @staticmethod

@@ -24,7 +24,7 @@ GUARD = 4096
 @dataclass(frozen=True, slots=True)
 class Shape:
     """One attention layer over one cache geometry. heads is (q heads, kv heads). latent: one kv head, whose V is the
-    first v_dim of its K."""
+    first v_dim of its K. every: tokens of an entry of a latent cache, which is the last one's."""
 
     heads: tuple[int, int] = (4, 2)
     k_dim: int = 64
@@ -38,6 +38,7 @@ class Shape:
     k_scale: float = 1.0
     v_scale: float = 1.0
     latent: bool = False
+    every: int = 1
 
     def layer(self, index: int = 0, sinks: Tensor | None = None) -> AttentionLayer:
         return AttentionLayer(
@@ -62,6 +63,7 @@ class Shape:
             v_dim=self.v_dim or self.k_dim,
             dtype=self.kv_dtype or self.dtype,
             window=self.window,
+            tokens_per_entry=self.every,
         )
 
 
