@@ -91,11 +91,17 @@ def test_a_prefix_that_rows_share_is_read_once_and_changes_no_token(tiny: Path, 
     plain = gpu_engine(tiny, block_size=16, enable_prefix_caching=False, num_gpu_blocks_override=128)
     prefix = [9 + i % 190 for i in range(140)]
     prompts = [[*prefix, 30 + i] for i in range(6)] + [[*range(40, 60)]]
-    alone(gpu, request(gpu, "first", prompts[0], max_tokens=1))  # from here on the prefix is cached
+    run(gpu, [request(gpu, "first", prompts[0], max_tokens=1)])  # from here on the prefix is cached
     together = run(gpu, [request(gpu, str(i), p, max_tokens=20, ignore_eos=True) for i, p in enumerate(prompts)])
+    assert eager or "shared" in kinds(gpu), "no step read the prefix once"
     for i, prompt in enumerate(prompts):
         solo = alone(plain, request(plain, "solo", prompt, max_tokens=20, ignore_eos=True))
         assert together[str(i), 0].tokens == solo["solo", 0].tokens
+
+
+def kinds(gpu: Any) -> set[str]:
+    """Kinds of steps that have been captured."""
+    return {kind for _, kind in gpu._executor._runner._graphs._buckets}
 
 
 @pytest.mark.parametrize("shared_bytes", [0, 1 << 40], ids=["prefix read once", "prefix read by every row"])
@@ -105,14 +111,17 @@ def test_the_end_of_a_cached_prompt_is_replayed_and_changes_no_token(tiny: Path,
     plain = gpu_engine(tiny, block_size=16, enforce_eager=True, enable_prefix_caching=False, num_gpu_blocks_override=128)
     prefix = [9 + i % 190 for i in range(140)]
     prompts = [[*prefix, *range(30, 31 + n)] for n in (0, 2, 11, 40, 70)]
-    alone(gpu, request(gpu, "first", prefix, max_tokens=1))
+    run(gpu, [request(gpu, "first", prefix, max_tokens=1)])
     steps: list[int] = []
     runner = gpu._executor._runner
     prefill = runner._eager
     runner._eager = lambda batch: steps.append(batch.num_tokens) or prefill(batch)
     together = run(gpu, [request(gpu, str(i), p, max_tokens=20, ignore_eos=True) for i, p in enumerate(prompts)])
-    one_by_one = {i: alone(gpu, request(gpu, "x", p, max_tokens=20, ignore_eos=True)) for i, p in enumerate(prompts)}
+    gpu.allocator.reset()
+    run(gpu, [request(gpu, "again", prefix, max_tokens=1)])
+    one_by_one = {i: run(gpu, [request(gpu, "x", p, max_tokens=20, ignore_eos=True)]) for i, p in enumerate(prompts)}
     assert steps == [], "a step was computed as a prompt"
+    assert ("shared" in kinds(gpu)) == (shared_bytes == 0)
     for i, prompt in enumerate(prompts):
         solo = alone(plain, request(plain, "solo", prompt, max_tokens=20, ignore_eos=True))["solo", 0].tokens
         assert together[str(i), 0].tokens == solo
