@@ -51,6 +51,24 @@ def _ordered(scores, at, seen):
     return tl.where(at < seen, key, 0)
 
 
+@triton.jit
+def _narrowed(scores, seen, found, wanted, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Eight bits more: those at SHIFT of the wanted-th best among the scores that begin with `found`, and its rank among those that
+    begin so."""
+    n = tl.arange(0, BLOCK)
+    counts = tl.zeros([256], tl.int32)
+    for start in tl.range(0, seen, BLOCK):
+        key = _ordered(scores, start + n, seen)
+        same = start + n < seen
+        if SHIFT < 24:
+            same = same & ((key >> (SHIFT + 8)) == (found >> (SHIFT + 8)))
+        counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=same)
+    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+    digit = tl.sum((above >= wanted).to(tl.int32), 0)  # `above` falls: so many bins lie below the one
+    rank = wanted - tl.sum(tl.where(tl.arange(0, 256) == digit, above, 0), 0)
+    return found | (digit.to(tl.uint32) << SHIFT), rank
+
+
 @triton.jit(do_not_specialize=["width"])
 def choose_kernel(
     scores_ptr,
@@ -72,24 +90,14 @@ def choose_kernel(
             at = start + tl.arange(0, BLOCK_C)
             tl.store(chosen + at, tl.where(at < seen, at, -1), mask=at < COUNT)
         return
-    n = tl.arange(0, BLOCK)
-    bin = tl.arange(0, 256)
     found = tl.full([], 0, tl.uint32)  # the leading bits of the COUNT-th best
     wanted = tl.full([], COUNT, tl.int32)  # its rank among those with these bits
-    for turn in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * turn
-        counts = tl.zeros([256], tl.int32)
-        for start in tl.range(0, seen, BLOCK):
-            key = _ordered(scores, start + n, seen)
-            same = start + n < seen
-            if turn > 0:
-                same = same & ((key >> (shift + 8)) == (found >> (shift + 8)))
-            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=same)
-        above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-        digit = tl.sum((above >= wanted).to(tl.int32), 0)  # `above` falls: so many bins are below the one
-        wanted -= tl.sum(tl.where(bin == digit, above, 0), 0)
-        found = found | (digit.to(tl.uint32) << shift)
+    found, wanted = _narrowed(scores, seen, found, wanted, 24, BLOCK)
+    found, wanted = _narrowed(scores, seen, found, wanted, 16, BLOCK)
+    found, wanted = _narrowed(scores, seen, found, wanted, 8, BLOCK)
+    found, wanted = _narrowed(scores, seen, found, wanted, 0, BLOCK)
 
+    n = tl.arange(0, BLOCK)
     better = tl.full([], 0, tl.int32)
     equal = tl.full([], 0, tl.int32)
     for start in tl.range(0, seen, BLOCK):
