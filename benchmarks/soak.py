@@ -212,10 +212,13 @@ def measure(server: subprocess.Popen[bytes], log: Path, args: argparse.Namespace
     soak = Soak(url, args.pause, args.seed)
     memory = asyncio.run(drive(soak, 60 * args.minutes, args.clients, processes))
     stats = settle(soak)
-    cache = soak.ask("/admin/prefix-cache", "DELETE")
+    pinned = soak.ask("/admin/prefix-cache")["pins"]
+    kept = set(restored(soak)["pins"]) <= set(pinned)
+    cache = soak.ask("/admin/prefix-cache?pins=true", "DELETE")
     growth = {name: round(quarter(values, 3) - quarter(values, 1), 2) for name, values in memory.items()}
     checks = {
         "no fault": not soak.faults,
+        "a reset brings back pins and invents none": kept,
         "nothing runs or waits": stats["running"] == stats["waiting"] == 0,
         "every block is free": cache["used_blocks"] == cache["pinned_blocks"] == cache["cached_blocks"] == 0,
         "no parcel is left": cache["host_parcel_slots"] == 0,
@@ -258,6 +261,17 @@ def settle(soak: Soak) -> dict[str, Any]:
             break
         time.sleep(0.1)
     return stats
+
+
+def restored(soak: Soak) -> dict[str, Any]:
+    """The prefix cache after a reset, once the pins are back (those for which the pool has become too small stay away)."""
+    cache: dict[str, Any] = soak.ask("/admin/prefix-cache", "DELETE")
+    for _ in range(100):
+        if not cache["pins_returning"]:
+            break
+        time.sleep(0.1)
+        cache = soak.ask("/admin/prefix-cache")
+    return cache
 
 
 def wait_for(server: subprocess.Popen[bytes], log: Path) -> str:
