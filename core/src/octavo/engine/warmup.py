@@ -28,8 +28,10 @@ WARM_ROWS = (2, 4, *range(8, 65, 8))
 """Sizes of decoding steps that a warm-up runs on a GPU; larger ones are captured when they come."""
 SHARED_ROWS, SHARED_TOKENS = 16, 2048
 """From how many rows on a size is also run with a shared prefix, of how many tokens."""
-PROMPT_LENGTHS = (1, 16, 100, 300, 1024, 4096)
-"""Prompts that are computed beside decoding rows."""
+PROMPT_LENGTHS = (1, 16, 100, 200, 300, 1024, 4096)
+"""Prompts that are computed beside decoding rows. The shortest run from captured graphs (octavo.engine.rows)."""
+PROMPT_ENDS = (20, 100, 200)
+"""Ends of prompts that begin with the shared prefix: they too have graphs of their own."""
 
 # A seed of its own, so that a warm-up draws nothing from the stream that unseeded requests draw from.
 _PLAIN = SamplingParams(max_tokens=WARM_TOKENS, ignore_eos=True, seed=0)
@@ -71,6 +73,8 @@ def _work(llm: AsyncLLM) -> Iterator[tuple[list[int], SamplingParams]]:
         yield _ids(llm, 16), msgspec.structs.replace(_PLAIN, n=rows)
         if rows >= SHARED_ROWS:
             yield _ids(llm, SHARED_TOKENS), msgspec.structs.replace(_PLAIN, n=rows)
+    for end in PROMPT_ENDS:
+        yield _ids(llm, SHARED_TOKENS + end), _PLAIN
 
 
 async def _prompts_beside_rows(llm: AsyncLLM) -> None:
