@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -182,6 +183,9 @@ async def measure(url: str, model: str, args: argparse.Namespace, log: Path) -> 
         told["median, ms"] = round(1000 * statistics.median(one.first for one in waits), 1)
         told["below 200 ms"] = sum(one.first < 0.2 for one in waits)
         lines = read_log(log)
+        told["slow steps and late loops meanwhile"] = sum(
+            "took" in line["message"] or "late" in line["message"] for line in lines
+        )
         told["slow ones"] = [one.told(lines) for one in waits if 1000 * one.first > args.slow]
         told["streams ended by model"], told["streams lost"] = ended, lost
         (await admin.delete("/admin/models/second")).raise_for_status()
@@ -228,6 +232,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slow", type=float, default=100, help="ms from which on a switch is told in parts")
+    parser.add_argument("--keep-log", type=Path, help="copy the server's log to this file")
     parser.add_argument("--replace", action="store_true")
     parser.add_argument("--settings", type=json.loads, default={}, help="settings of the second model, as JSON")
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -245,6 +250,8 @@ def main() -> int:
         finally:
             process.terminate()
             process.wait(60)
+            if args.keep_log is not None:
+                shutil.copy(log, args.keep_log)
     return 0
 
 

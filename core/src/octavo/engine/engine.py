@@ -47,6 +47,7 @@ class Engine:
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
         self._failures = 0
         self._step_seconds = 0.0
+        self.waited = 0.0  # seconds of the last step that went into waiting for the device
 
     def add(self, request: Request) -> None:
         """Queue a checked request. Raises AdmissionRefused."""
@@ -59,7 +60,7 @@ class Engine:
     def step(self) -> Events:
         """One turn of the loop. Blocks for the oldest result only when the device is far enough ahead
         or nothing else can be scheduled. Raises EngineDead when steps keep failing."""
-        began = time.perf_counter()
+        began, self.waited = time.perf_counter(), 0.0
         self._watch.tick()
         if self.prefixes.pins.returning:
             self.prefixes.pins.order(self._scheduler.add, idle=not self._scheduler.unfinished)
@@ -101,10 +102,12 @@ class Engine:
 
     def _collect(self) -> list[Event]:
         batch, handle = self._in_flight.popleft()
+        began = time.perf_counter()
         try:
             result = handle.wait()
         except Exception as error:
             return self._fail(batch, error)
+        self.waited += time.perf_counter() - began
         self._failures = 0
         return self._scheduler.commit(batch, result)
 

@@ -32,7 +32,7 @@ from octavo.request import Events
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("octavo.engine.process")  # it runs as __main__
 
 PARENT_CHECK = 1.0
 """Seconds between checks, while idle, that the parent still lives."""
@@ -70,11 +70,12 @@ class EngineLoop:
                 self._await_message()
             self._drain_messages(engine)
             if engine.busy:
+                worked = time.thread_time()
                 events = engine.step()
                 events.stats.sent = time.perf_counter()
                 self._send(messages.EVENTS, events)
                 if events.stats.step_seconds > SLOW_STEP:
-                    _say_slow(events)
+                    _say_slow(events, engine.waited, time.thread_time() - worked)
         engine.close()
 
     def _progress(self, stage: str, done: int = 0, total: int = 0) -> None:
@@ -114,12 +115,16 @@ class EngineLoop:
                 self._open = False
 
 
-def _say_slow(events: Events) -> None:
+def _say_slow(events: Events, waited: float, worked: float) -> None:
+    """worked: processor time of this thread. Little of it and little waiting: the thread was kept from running, or waited
+    for something else, such as a compiler."""
     stats = events.stats
     log.debug(
-        "step %d took %.0f ms: %d tokens, %d sequences running, %d waiting",
+        "step %d took %.0f ms (%.0f waiting for the device, %.0f of processor time): %d tokens, %d sequences running, %d waiting",
         stats.steps,
         1000 * stats.step_seconds,
+        1000 * waited,
+        1000 * worked,
         stats.step_tokens,
         stats.running,
         stats.waiting,

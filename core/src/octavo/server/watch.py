@@ -17,6 +17,7 @@ log = logging.getLogger("octavo.server")
 
 INTERVAL = 0.01
 WARN_SECONDS = 0.25  # of the loop's own work in one go
+LATE_SECONDS = 0.1  # from which on it is worth a line at level debug
 _QUIET_SECONDS = 60.0  # between two warnings
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
 
@@ -39,6 +40,8 @@ class LoopWatch:
         busy = min(used, lag)  # work done before the timer was due held nobody up
         self.lag.observe(lag)
         self.busy.observe(busy)
+        if lag > LATE_SECONDS:
+            log.debug("the event loop came back %.0f ms late, %.0f ms of them its own work", 1000 * lag, 1000 * busy)
         if busy > WARN_SECONDS and now - self._warned > _QUIET_SECONDS:
             self._warned = now
             log.warning("the event loop worked for %.0f ms in one go: everybody waited (said once a minute at most)", 1000 * busy)
