@@ -41,6 +41,12 @@ CASES: list[tuple[dict[str, Any], list[int], list[list[int]]]] = [
         [[0, 40, 10], [1, 32, 1]],
     ),
     ({"kv_dtype": "float8_e5m2", "k_dim": 32}, [50, 33], [[0, 49, 1], [1, 13, 20]]),
+    # chunks whose transposed values a kernel of their own stores
+    (
+        {"kv_dtype": "float8_e4m3fn", "v_scale": 2.0, "block_size": 64, "k_dim": 32, "v_dim": 48},
+        [150, 40, 9],
+        [[0, 20, 130], [1, 37, 3], [2, 8, 1]],
+    ),
     # tokens of one sequence as rows of their own: the end of a prompt in a captured step
     ({"k_dim": 32}, [37, 20, 9], [[0, 36, 1], [1, 19, 1], [0, 31, 1], [0, 33, 1], [0, 32, 1], [0, 35, 1], [0, 34, 1]]),
 ]

@@ -39,6 +39,8 @@ from octavo_attention_triton.widening import Batch, batches, pays, workspace_pag
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 512
+VALUES_APART = 128
+"""Tokens of a step with chunks from which transposed values are stored by a kernel of their own; fewer are a launch too many."""
 TL_DTYPES = {
     torch.float32: triton.language.float32,
     torch.bfloat16: triton.language.bfloat16,
@@ -322,14 +324,17 @@ class TritonAttention:
             return
         block_k, block_v = max(16, _pow2(g.k_dim)), max(16, _pow2(g.v_dim))
         block_h = min(_pow2(g.heads), max(1, 2048 // max(block_k, block_v)))
+        apart = self._values_apart(bound, step, k.shape[0])
         write.write_kernel[(k.shape[0], triton.cdiv(g.heads, block_h))](
             k, v, cache, step.slot_mapping[bound.group],
             bound.layer.k_scale, bound.layer.v_scale, write.FP8_MAX.get(cache.dtype, 0.0),
             k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0),
             HEADS=g.heads, K_DIM=g.k_dim, V_DIM=g.v_dim, PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base,
-            V_TRANSPOSED=g.v_transposed, QUANTISE=quantise, BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_V=block_v,
+            V_TRANSPOSED=g.v_transposed, QUANTISE=quantise, VALUES=not apart, BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_V=block_v,
             num_warps=4,
         )  # fmt: skip
+        if apart:
+            self._write_values(bound, step, v)
 
     def prologue(
         self,
@@ -353,15 +358,32 @@ class TritonAttention:
             return q
         half, rest = _pow2(rotary // 2), dim - rotary
         block_h = max(1, min(8, 1024 // half))
+        apart = self._values_apart(bound, step, tokens)
+        if apart:
+            heads -= facts.num_kv_heads
         prologue.prologue_kernel[(tokens, triton.cdiv(heads, block_h))](
             qkv, qkv if weight is None else weight, cos, sin, step.slot_mapping[bound.group], cache,
             eps, facts.k_scale, facts.v_scale, write.FP8_MAX.get(cache.dtype, 0.0), qkv.stride(0), cache.stride(0),
             HEADS=facts.num_heads, KV_HEADS=facts.num_kv_heads, DIM=dim, ROTARY=rotary, NORM=weight is not None,
             PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base, V_TRANSPOSED=g.v_transposed, QUANTISE=cache.dtype in write.FP8_MAX,
-            BLOCK_H=block_h, BLOCK_HALF=half, BLOCK_REST=_pow2(rest) if rest else 0, PDL=self.pdl, num_warps=4,
+            VALUES=not apart, BLOCK_H=block_h, BLOCK_HALF=half, BLOCK_REST=_pow2(rest) if rest else 0, PDL=self.pdl, num_warps=4,
             **({"launch_pdl": True} if self.pdl else {}),
         )  # fmt: skip
+        if apart:
+            self._write_values(bound, step, qkv[:, -facts.num_kv_heads :])
         return q
+
+    def _values_apart(self, bound: Bound, step: Step, tokens: int) -> bool:
+        """Whether V of a step of so many tokens is stored by a kernel of its own."""
+        return bound.geometry.v_transposed and tokens >= VALUES_APART and step.host.max_query_len > 1
+
+    def _write_values(self, bound: Bound, step: Step, v: torch.Tensor) -> None:
+        g, cache = bound.geometry, bound.cache
+        write.values_kernel[(triton.cdiv(v.shape[0], 64), g.heads)](
+            v, cache, step.slot_mapping[bound.group], bound.layer.v_scale, write.FP8_MAX.get(cache.dtype, 0.0), v.shape[0],
+            v.stride(0), v.stride(1), cache.stride(0), V_DIM=g.v_dim, PAGE=g.page, V_BASE=g.v_base, QUANTISE=cache.dtype in write.FP8_MAX,
+            BLOCK_T=64, BLOCK_V=_pow2(g.v_dim), PDL=self.pdl, num_warps=4, **({"launch_pdl": True} if self.pdl else {}),
+        )  # fmt: skip
 
     def run(self, layer: int, step: Step, q: torch.Tensor, out: torch.Tensor, *, lse: torch.Tensor | None = None) -> torch.Tensor:
         """Causal attention of q [T, heads, k_dim]; fills out [T, heads, v_dim] and lse (natural log, float32 [T, heads])."""

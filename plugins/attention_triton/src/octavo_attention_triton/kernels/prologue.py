@@ -37,15 +37,16 @@ def prologue_kernel(
     eps, k_scale, v_scale, limit, token_stride, page_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr, QUANTISE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
+    VALUES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first ROTARY of DIM dimensions turn; the rest, BLOCK_REST wide (0: there is none), are only normalised."""
+    """The first ROTARY of DIM dimensions turn; the rest, BLOCK_REST wide (0: there is none), are only normalised. V is stored where
+    VALUES; else write.py's `values_kernel` does it, and the grid ends with the K heads."""
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     query = head < HEADS
     key = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS) & VALUES
     turns = query | key
     kv = tl.where(key, head - HEADS, head - HEADS - KV_HEADS)
     j = tl.arange(0, BLOCK_HALF)[None, :]

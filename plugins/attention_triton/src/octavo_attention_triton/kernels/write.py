@@ -35,10 +35,10 @@ def write_kernel(
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, page_stride,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr,
-    V_TRANSPOSED: tl.constexpr, QUANTISE: tl.constexpr,
+    V_TRANSPOSED: tl.constexpr, QUANTISE: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program stores one token's K and V of BLOCK_H heads."""
+    """One program stores one token's K, and unless `values_kernel` does it V, of BLOCK_H heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
@@ -52,11 +52,35 @@ def write_kernel(
     k = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + d, mask=mask)
     _store(k, k_scale, limit, cache_ptr + page + (heads * PAGE + offset) * K_ROW + d, mask, QUANTISE)
 
-    d = tl.arange(0, BLOCK_V)[None, :]
-    mask = (heads < HEADS) & (d < V_DIM)
-    v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + d, mask=mask)
-    if V_TRANSPOSED:
-        target = cache_ptr + page + V_BASE + (heads * V_DIM + d) * PAGE + offset
-    else:
-        target = cache_ptr + page + V_BASE + (heads * PAGE + offset) * V_ROW + d
-    _store(v, v_scale, limit, target, mask, QUANTISE)
+    if VALUES:
+        d = tl.arange(0, BLOCK_V)[None, :]
+        mask = (heads < HEADS) & (d < V_DIM)
+        v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + d, mask=mask)
+        if V_TRANSPOSED:
+            target = cache_ptr + page + V_BASE + (heads * V_DIM + d) * PAGE + offset
+        else:
+            target = cache_ptr + page + V_BASE + (heads * PAGE + offset) * V_ROW + d
+        _store(v, v_scale, limit, target, mask, QUANTISE)
+
+
+@triton.jit(do_not_specialize=["T"])
+def values_kernel(
+    v_ptr, cache_ptr, slots_ptr, v_scale, limit, T, v_stride_t, v_stride_h, page_stride,
+    V_DIM: tl.constexpr, PAGE: tl.constexpr, V_BASE: tl.constexpr, QUANTISE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """V of BLOCK_T tokens of one head, where it is V_TRANSPOSED: neighbours of a chunk lie side by side there, and by a program a
+    token each byte would be a write of its own (three times as long for a chunk of 8,192)."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_V)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(slots_ptr + t, mask=t < T, other=-1)
+    inside = (slot >= 0)[:, None] & (d < V_DIM)[None, :]
+    v = tl.load(v_ptr + t.to(tl.int64)[:, None] * v_stride_t + head * v_stride_h + d[None, :], mask=inside, other=0.0)
+    v = tl.trans(quantised(v, v_scale, limit, QUANTISE).to(cache_ptr.dtype.element_ty))
+    page = (slot // PAGE).to(tl.int64) * page_stride + V_BASE
+    target = cache_ptr + page[None, :] + (head * V_DIM + d[:, None]) * PAGE + (slot % PAGE)[None, :]
+    tl.store(target, v, mask=(slot >= 0)[None, :] & (d < V_DIM)[:, None])
