@@ -10,13 +10,14 @@ each kernel skips the rows of the other. A graph may be captured where every row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import triton
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step, StepHost
 from octavo.transfer import to_device
+from octavo_ops_triton.launch import Launcher, constants_of
 
 from octavo_attention_triton.cascade import Cascade, worth
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
@@ -24,7 +25,7 @@ from octavo_attention_triton.kernels import decode, prefill, prologue, widen, wr
 from octavo_attention_triton.kernels import shared as cascade_kernels
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N, MAX_PARTS
-from octavo_attention_triton.prefill_tiles import tile_list
+from octavo_attention_triton.prefill_tiles import Items, tile_list
 from octavo_attention_triton.provider import FP8, TritonOptions
 from octavo_attention_triton.tuning import (
     HOPPER_TOKENS,
@@ -78,6 +79,7 @@ class Bound:
     shape: dict[str, Any]  # constexprs that decode and prefill share
     descriptor: Any = None  # of the cache, or of the workspace, where the Hopper prefill kernel serves this layer
     wide_pages: int = 0  # that the workspace holds of this layer, if its cache is FP8 and the Hopper kernel serves it
+    constants: dict[Any, tuple[Any, ...]] = field(default_factory=dict)  # of the kernels launched so far, as the launcher takes them
 
 
 class TritonAttention:
@@ -96,6 +98,7 @@ class TritonAttention:
         self.roomy = not on_cuda or torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin >= 160 << 10
         self.pdl = on_cuda and parts.device.capability >= (9, 0)
         self.hopper = on_cuda and parts.device.capability[0] == 9
+        self._launch = Launcher(pdl=self.pdl)
         # Whether a kernel since `plan` has waited for it: until then no kernel may start before it ends.
         self._settled = False
         self._layers: dict[int, Bound] = {}
@@ -268,27 +271,30 @@ class TritonAttention:
                 heads = max(b.layer.num_kv_heads for b in self._layers.values() if b.shape["GROUP"] == group)
                 cascade.update(shared, step.host, heads, self.sms)
             return
-        lists: dict[tuple[int, int | None], torch.Tensor] = {}
+        lists: dict[tuple[Any, ...], torch.Tensor | Items] = {}
         widened: dict[tuple[Any, ...], Sequence[Batch] | None] = {}
         widens = self.options.prefill == "hopper" or pays(step.host)
         for bound in self._layers.values():
             if bound.wide_pages and widens:
                 layer, page, wide = bound.layer, bound.geometry.page, self._wide_key(bound)
                 if wide not in widened:
-                    widened[wide] = batches(step.host, bound.shape["GROUP"], layer.window, page, bound.wide_pages, self.device)
+                    kind = (bound.shape["GROUP"], layer.num_kv_heads, self.sms, layer.window)
+                    widened[wide] = batches(step.host, *kind, page, bound.wide_pages, self.device)
                 if widened[wide] is not None:
                     continue
-            key = (self._prefill_tokens(bound, step), bound.layer.window)
+            key = self._list_key(bound, step)
             if key not in lists:
-                lists[key] = to_device(tile_list(step.host, *key), self.device)
+                tokens, window, heads = key
+                tiles = tile_list(step.host, tokens, window)
+                lists[key] = Items.share(tiles, heads, self.sms, window, self.device) if heads else to_device(tiles, self.device)
         step.scratch["triton.tiles"], step.scratch["triton.widened"] = lists, widened
         step.scratch["triton.decodes"] = bool((step.host.query_lens == 1).any())
 
-    def _prefill_tokens(self, bound: Bound, step: Step) -> int:
-        """Query tokens of one tile."""
+    def _list_key(self, bound: Bound, step: Step) -> tuple[int, int | None, int]:
+        """Query tokens of a tile, window, and, of layers that the Hopper kernel serves, KV heads (else 0)."""
         if bound.descriptor is not None and not bound.wide_pages:
-            return HOPPER_TOKENS // int(bound.shape["GROUP"])
-        return self._prefill_tile(bound, step).block_m // int(bound.shape["GROUP"])
+            return HOPPER_TOKENS // int(bound.shape["GROUP"]), bound.layer.window, bound.layer.num_kv_heads
+        return self._prefill_tile(bound, step).block_m // int(bound.shape["GROUP"]), bound.layer.window, 0
 
     def _prefill_tile(self, bound: Bound, step: Step) -> Tile:
         return prefill_tile(
@@ -459,16 +465,16 @@ class TritonAttention:
 
     def _wide_key(self, bound: Bound) -> tuple[Any, ...]:
         """Layers of one key widen the same pages of their caches."""
-        return bound.shape["GROUP"], bound.layer.window, bound.geometry.page, bound.wide_pages
+        return bound.shape["GROUP"], bound.layer.num_kv_heads, bound.layer.window, bound.geometry.page, bound.wide_pages
 
     def _prefill(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         layer, table, shape = bound.layer, step.tables[bound.group], bound.shape
         if bound.wide_pages and (found := step.scratch["triton.widened"].get(self._wide_key(bound))) is not None:
             for batch in found:
                 self._widen(bound, table, batch.pages)
-                self._hopper_prefill(bound, batch.table, batch.tiles, q, out, lse)
+                self._hopper_prefill(bound, batch.table, batch.items, q, out, lse)
             return
-        tiles = step.scratch["triton.tiles"][self._prefill_tokens(bound, step), layer.window]
+        tiles = step.scratch["triton.tiles"][self._list_key(bound, step)]
         if bound.descriptor is not None and not bound.wide_pages:
             self._hopper_prefill(bound, table, tiles, q, out, lse)
             return
@@ -493,7 +499,7 @@ class TritonAttention:
         )  # fmt: skip
 
     def _hopper_prefill(
-        self, bound: Bound, table: torch.Tensor, tiles: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+        self, bound: Bound, table: torch.Tensor, items: Items, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         from octavo_attention_triton.kernels import hopper_prefill as hopper
 
@@ -501,12 +507,19 @@ class TritonAttention:
         scale, softcap, v_scale = self._numbers(bound)
         log = self._nothing if lse is None else lse
         sinks = self._nothing if bound.sinks is None else bound.sinks
-        hopper.hopper_prefill_kernel[(min(self.sms, tiles.shape[0] * layer.num_kv_heads),)](
-            q, out, log, bound.descriptor, table, tiles, sinks, tiles.shape[0], layer.num_kv_heads, layer.window or 0, scale, softcap, v_scale,
-            q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0), 2 * layer.num_kv_heads * shape["PAGE"],
-            GROUP=shape["GROUP"], DIM=shape["K_DIM"], BLOCK_N=hopper.BLOCK_N, BOX=min(shape["PAGE"], hopper.BLOCK_N),
-            PAGE=shape["PAGE"], STAGES=hopper.STAGES, SOFTCAP=shape["SOFTCAP"], WINDOW=shape["WINDOW"], SINKS=shape["SINKS"],
-            LSE=lse is not None, HEADS_LAST=hopper.HEADS_LAST, num_warps=4,
+        key = ("hopper_prefill", lse is not None)
+        if key not in bound.constants:
+            bound.constants[key] = constants_of(
+                hopper.hopper_prefill_kernel, GROUP=shape["GROUP"], DIM=shape["K_DIM"], BLOCK_N=hopper.BLOCK_N,
+                BOX=min(shape["PAGE"], hopper.BLOCK_N), PAGE=shape["PAGE"], STAGES=hopper.STAGES, SOFTCAP=shape["SOFTCAP"],
+                WINDOW=shape["WINDOW"], SINKS=shape["SINKS"], LSE=lse is not None,
+            )  # fmt: skip
+        strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), 2 * layer.num_kv_heads * shape["PAGE"]
+        self._launch(
+            hopper.hopper_prefill_kernel, (items.starts.shape[0] - 1, 1),
+            (q, out, log, table, items.records, items.starts, sinks),
+            (layer.num_kv_heads, layer.window or 0, scale, softcap, v_scale, table.stride(0)), (*strides, *bound.constants[key]),
+            warps=4, overlap=False, descriptors=(bound.descriptor,),
         )  # fmt: skip
 
     # ------------------------------------------------------------ whole blocks

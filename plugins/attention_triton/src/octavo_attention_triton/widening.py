@@ -15,7 +15,7 @@ from octavo.interfaces import StepHost
 from octavo.transfer import to_device
 
 from octavo_attention_triton.geometry import PageGeometry
-from octavo_attention_triton.prefill_tiles import tile_list
+from octavo_attention_triton.prefill_tiles import Items, tile_list
 from octavo_attention_triton.tuning import HOPPER_TOKENS
 
 MOST_BYTES = 512 << 20
@@ -27,11 +27,11 @@ WORTH = 1 << 19
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows that are widened together. pages int32 [n, 2]: (state-table row, column) of each page of the workspace; table int32
-    [rows, columns]: where the workspace has a row's column; tiles: their tile list, whose rows are the table's."""
+    [rows, columns]: where the workspace has a row's column; items: the kernel's work, whose rows are the table's."""
 
     pages: torch.Tensor
     table: torch.Tensor
-    tiles: torch.Tensor
+    items: Items
 
 
 def workspace_pages(geometry: PageGeometry, wide_bytes: int, max_model_len: int) -> int:
@@ -67,9 +67,9 @@ def split(host: StepHost, window: int | None, page: int, capacity: int) -> list[
 
 
 def batches(
-    host: StepHost, group: int, window: int | None, page: int, capacity: int, device: torch.device
+    host: StepHost, group: int, heads: int, programs: int, window: int | None, page: int, capacity: int, device: torch.device
 ) -> Sequence[Batch] | None:
-    """`split`'s batches on the device; None if a row does not fit. group: query heads a KV head."""
+    """`split`'s batches on the device; None if a row does not fit. heads: KV heads, of `group` query heads each; programs: of the kernel."""
     found = split(host, window, page, capacity)
     if found is None:
         return None
@@ -84,6 +84,6 @@ def batches(
             table[i, low:] = np.minimum(at + np.arange(width - low), at + count - 1)
             at += count
         tiles = tile_list(host, HOPPER_TOKENS // group, window, indices)
-        arrays = (np.concatenate(pages), table, tiles)
-        made.append(Batch(*(to_device(a, device) for a in arrays)))
+        items = Items.share(tiles, heads, programs, window, device)
+        made.append(Batch(to_device(np.concatenate(pages), device), to_device(table, device), items))
     return made

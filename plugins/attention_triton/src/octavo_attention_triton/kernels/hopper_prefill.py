@@ -5,8 +5,8 @@ Three partitions share a program. A producer warp walks the tiles of K and V thr
 tensor memory accelerator copy them, box by box, into rings in shared memory; two consumer warpgroups of 64 matrix rows each
 (tokens times the query heads of one KV head) multiply and normalise. A consumer issues Q.K of tile j together with
 P.V of tile j - 1 and computes the softmax of j while the latter runs.
-Programs are persistent: program i takes items i, i + programs, ... of the list, longest first, so K, V and Q of the
-next item are on their way during an epilogue.
+Programs are persistent: each takes its items of the list (`prefill_tiles.Items`), so K, V and Q of the next item are on their
+way during an epilogue.
 
 The pool's cache is read as one matrix of rows of DIM elements, which needs rows without padding.
 """
@@ -30,18 +30,6 @@ from octavo_attention_triton.tuning import HOPPER_TOKENS
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _place(item, tiles, heads, HEADS_LAST: gl.constexpr):
-    """Tile and KV head of an item. HEADS_LAST: neighbours share the tile, else they share the head (and its K and V)."""
-    if HEADS_LAST:
-        tile = item // heads
-        head = item % heads
-    else:
-        tile = item % tiles
-        head = item // tiles
-    return tile, head
 
 
 @gluon.jit
@@ -78,19 +66,17 @@ def _fetch(
 
 @gluon.jit
 def _produce(
-    desc, table_ptr, tiles_ptr, tiles, heads, table_stride, window, rows_per_page,
+    desc, table_ptr, items_ptr, starts_ptr, heads, table_stride, window, rows_per_page,
     k_smem, v_smem, k_full, v_full, k_empty, v_empty,
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
-    HEADS_LAST: gl.constexpr,
 ):  # fmt: skip
     count = 0
-    for item in range(gl.program_id(0), tiles * heads, gl.num_programs(0)):
-        index, head = _place(item, tiles, heads, HEADS_LAST)
-        record = tiles_ptr + index * 8
+    for item in range(gl.load(starts_ptr + gl.program_id(0)), gl.load(starts_ptr + gl.program_id(0) + 1)):
+        record = items_ptr + item * 8
         _, _, _, first, _, _, end = _bounds(record, window, BLOCK_N, WINDOW)
         table = table_ptr + gl.load(record + 3).to(gl.int64) * table_stride
         end_token = gl.load(record + 4)
-        row0 = head * PAGE
+        row0 = gl.load(record + 5) * PAGE
         for tile in range(first, end):
             stage = count % STAGES
             phase = (count // STAGES) & 1
@@ -158,10 +144,10 @@ def _rows(token0, tokens, head, HALF: gl.constexpr, GROUP: gl.constexpr, LAYOUT:
 
 
 @gluon.jit
-def _load_q(q_ptr, target, record, head, q_stride_t, q_stride_h, HALF: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
+def _load_q(q_ptr, target, record, q_stride_t, q_stride_h, HALF: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
     """Start copying an item's queries; rows that are not the item's keep what was there."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    token, h, live = _rows(gl.load(record), gl.load(record + 1), head, HALF, GROUP, layout)
+    token, h, live = _rows(gl.load(record), gl.load(record + 1), gl.load(record + 5), HALF, GROUP, layout)
     d = gl.arange(0, DIM, gl.SliceLayout(0, layout))
     pointers = q_ptr + token[:, None] * q_stride_t + h[:, None] * q_stride_h + d[None, :]
     async_copy.async_copy_global_to_shared(target, pointers, mask=live[:, None])
@@ -195,9 +181,9 @@ def _step(
 @gluon.jit
 def _consume(
     common, HALF: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, HEADS_LAST: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, tiles, heads, window, scale, softcap, v_scale,
+    (q_ptr, out_ptr, lse_ptr, items_ptr, starts_ptr, sinks_ptr, window, scale, softcap, v_scale,
      q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
      q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty) = common  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -206,12 +192,12 @@ def _consume(
     dtype: gl.constexpr = q_smem.dtype
     count = 0
     turn = 0
-    item = gl.program_id(0)
-    index, head = _place(item, tiles, heads, HEADS_LAST)
-    _load_q(q_ptr, q_smem.index(HALF * 2), tiles_ptr + index * 8, head, q_stride_t, q_stride_h, HALF, GROUP, DIM)
-    for item in range(gl.program_id(0), tiles * heads, gl.num_programs(0)):
-        index, head = _place(item, tiles, heads, HEADS_LAST)
-        record = tiles_ptr + index * 8
+    start = gl.load(starts_ptr + gl.program_id(0))
+    stop = gl.load(starts_ptr + gl.program_id(0) + 1)
+    _load_q(q_ptr, q_smem.index(HALF * 2), items_ptr + start * 8, q_stride_t, q_stride_h, HALF, GROUP, DIM)
+    for item in range(start, stop):
+        record = items_ptr + item * 8
+        head = gl.load(record + 5)
         token0, tokens, position0, first, open_, full, end = _bounds(record, window, BLOCK_N, WINDOW)
         end_token = gl.load(record + 4)
         q = q_smem.index(HALF * 2 + turn)
@@ -219,9 +205,8 @@ def _consume(
         fence_async_shared()
         gl.thread_barrier()
         turn = turn ^ 1
-        if item + gl.num_programs(0) < tiles * heads:
-            index, after = _place(item + gl.num_programs(0), tiles, heads, HEADS_LAST)
-            _load_q(q_ptr, q_smem.index(HALF * 2 + turn), tiles_ptr + index * 8, after, q_stride_t, q_stride_h, HALF, GROUP, DIM)
+        if item + 1 < stop:
+            _load_q(q_ptr, q_smem.index(HALF * 2 + turn), record + 8, q_stride_t, q_stride_h, HALF, GROUP, DIM)
 
         lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         position = position0 + gl.minimum(lane // GROUP, tokens - 1)
@@ -295,15 +280,16 @@ def _consume(
         gl.store(pointers, q.load(wide), mask=live[:, None])
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "window", "table_stride", "lse_stride_t"])
+@gluon.jit(do_not_specialize=["heads", "window", "table_stride", "lse_stride_t"])
 def hopper_prefill_kernel(
-    q_ptr, out_ptr, lse_ptr, desc, table_ptr, tiles_ptr, sinks_ptr,
-    tiles, heads, window, scale, softcap, v_scale,
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t, table_stride, rows_per_page,
+    desc, q_ptr, out_ptr, lse_ptr, table_ptr, items_ptr, starts_ptr, sinks_ptr,
+    heads, window, scale, softcap, v_scale, table_stride,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t, rows_per_page,
     GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, HEADS_LAST: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """An item is one of `tiles` records for one of `heads` KV heads. desc: the cache as [rows, DIM], boxes of [BOX, 64]."""
+    """desc: the cache as [rows, DIM], boxes of [BOX, 64]. PDL is the launcher's last constant; this kernel is always launched to start
+    when the one before it has ended."""
     dtype: gl.constexpr = desc.dtype
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(dtype, [4, 64, DIM], wide)  # two consumers, this item and the next
@@ -319,15 +305,15 @@ def hopper_prefill_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
-    common = (q_ptr, out_ptr, lse_ptr, tiles_ptr, sinks_ptr, tiles, heads, window, scale, softcap, v_scale,
+    common = (q_ptr, out_ptr, lse_ptr, items_ptr, starts_ptr, sinks_ptr, window, scale, softcap, v_scale,
               q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
               q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty)  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (common, 0, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE, HEADS_LAST)),
-            (_consume, (common, 1, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE, HEADS_LAST)),
-            (_produce, (desc, table_ptr, tiles_ptr, tiles, heads, table_stride, window, rows_per_page, k_smem, v_smem,
-                        k_full, v_full, k_empty, v_empty, DIM, BLOCK_N, BOX, PAGE, STAGES, WINDOW, HEADS_LAST)),
+            (_consume, (common, 0, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE)),
+            (_consume, (common, 1, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE)),
+            (_produce, (desc, table_ptr, items_ptr, starts_ptr, heads, table_stride, window, rows_per_page, k_smem, v_smem,
+                        k_full, v_full, k_empty, v_empty, DIM, BLOCK_N, BOX, PAGE, STAGES, WINDOW)),
         ],
         [4, 1],
         [240, 24],
@@ -336,8 +322,6 @@ def hopper_prefill_kernel(
 
 BLOCK_N = HOPPER_TOKENS
 STAGES = 2
-HEADS_LAST = False
-"""False: items run head by head, so that one head's K and V stay in the L2 (7-15% on the prefill shapes)."""
 
 
 def descriptor(cache: torch.Tensor, dim: int, page: int) -> TensorDescriptor:

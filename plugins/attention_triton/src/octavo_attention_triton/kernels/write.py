@@ -80,7 +80,8 @@ def values_kernel(
     slot = tl.load(slots_ptr + t, mask=t < T, other=-1)
     inside = (slot >= 0)[:, None] & (d < V_DIM)[None, :]
     v = tl.load(v_ptr + t.to(tl.int64)[:, None] * v_stride_t + head * v_stride_h + d[None, :], mask=inside, other=0.0)
-    v = tl.trans(quantised(v, v_scale, limit, QUANTISE).to(cache_ptr.dtype.element_ty))
+    v = quantised(v, v_scale, limit, QUANTISE).to(cache_ptr.dtype.element_ty)
     page = (slot // PAGE).to(tl.int64) * page_stride + V_BASE
-    target = cache_ptr + page[None, :] + (head * V_DIM + d[:, None]) * PAGE + (slot % PAGE)[None, :]
-    tl.store(target, v, mask=(slot >= 0)[None, :] & (d < V_DIM)[:, None])
+    # Neither dimension of these addresses is contiguous for sure, so Triton lays the first one, tokens, across the lanes of a warp.
+    target = cache_ptr + page[:, None] + (head * V_DIM + d[None, :]) * PAGE + (slot % PAGE)[:, None]
+    tl.store(target, v, mask=inside)
