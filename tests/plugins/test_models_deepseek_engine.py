@@ -17,6 +17,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.plan import plan_engine
+from octavo.errors import LoadError, PluginError
 from octavo.plugins import discover
 from octavo.testing.model import transformers_model
 from safetensors.torch import load_file, save_file
@@ -130,28 +131,70 @@ def fp8_and_plain(config: dict[str, Any], folder: Path, scale: str, exponent: bo
     quantised: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "stored" / "model.safetensors").items():
         if LINEARS.search(name):
-            parts, stands_for = by_block(tensor, scale, exponent)
+            packed = config.get("expert_dtype") == "fp4" and re.search(r"experts\.\d", name)
+            parts, stands_for = by_nibble(tensor) if packed else by_block(tensor, scale, exponent)
             plain[name] = stands_for.float()
             quantised |= {f"{name.removesuffix('.weight')}.{kind}": part for kind, part in parts.items()}
         else:
             quantised[name] = plain[name] = tensor
     assert len(quantised) > len(plain) + 20
-    for kind, tensors, more in (("fp8", quantised, {"quantization_config": BLOCK_FP8}), ("plain", plain, {})):
+    unpacked = {key: value for key, value in config.items() if key != "expert_dtype"}
+    for kind, tensors, made in (("fp8", quantised, config | {"quantization_config": BLOCK_FP8}), ("plain", plain, unpacked)):
         (folder / kind).mkdir()
         save_file(tensors, folder / kind / "model.safetensors")
-        (folder / kind / "config.json").write_text(json.dumps(config | more))
+        (folder / kind / "config.json").write_text(json.dumps(made))
         write_text_files(folder / kind)
     return folder / "fp8", folder / "plain"
 
 
-@pytest.mark.parametrize("version", ["v3", "v4"])
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def by_nibble(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A matrix as FP4 with a power-of-two scale for 32 values, as DeepSeek V4 stores its experts, and what it stands for."""
+    blocks = weight.view(len(weight), -1, 32)
+    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 6))
+    places = (blocks.abs() / torch.exp2(exponent)).unsqueeze(-1).sub(E2M1).abs().argmin(-1)
+    stands_for = E2M1[places] * blocks.sign() * torch.exp2(exponent)
+    bits = (places + 8 * (blocks < 0)).view(len(weight), -1)
+    packed = (bits[:, ::2] | bits[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+    scale = (exponent[..., 0] + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return {"weight": packed, "scale": scale}, stands_for.view(weight.shape)
+
+
+@pytest.mark.parametrize("version", ["v3", "v4", "v4, FP4 experts"])
 def test_block_fp8_weights_give_the_tokens_of_what_they_stand_for(tmp_path: Path, installed: None, version: str) -> None:
     """Absorbed and block-diagonal matrices too, which no product takes as they are: they are what their Linear makes of unit
-    vectors. V4's scales are powers of two under a name of their own."""
+    vectors. V4's scales are powers of two under a name of their own, and its experts may be FP4."""
     config, scale, exponent = (CONFIG, "weight_scale_inv", False) if version == "v3" else (V4, "scale", True)
+    if version == "v4, FP4 experts":
+        config = V4 | {"expert_dtype": "fp4", "hidden_size": 64, "moe_intermediate_size": 32}
     fp8, plain = fp8_and_plain(config, tmp_path, scale, exponent)
     exact = {"quantizer": {"fp8": {"activations": "none"}}}
     assert greedy(llm(fp8, plugins=exact), [PROMPT], 12) == greedy(llm(plain), [PROMPT], 12)
+
+
+def test_fp4_experts_are_refused_where_the_config_does_not_name_them_and_planned_as_what_they_become(
+    tmp_path: Path, installed: None
+) -> None:
+    config = V4 | {"expert_dtype": "fp4", "hidden_size": 64, "moe_intermediate_size": 32}
+    fp8, _ = fp8_and_plain(config, tmp_path, "scale", True)
+
+    def weight_bytes(folder: Path) -> int:
+        asked = EngineConfig(model=str(folder), dtype="bfloat16", max_model_len=160, device="cpu")
+        found: int = plan_engine(asked, discover()).explain()["model"]["weight_bytes"]
+        return found
+
+    experts = 3 * 8 * 3 * 64 * 32  # layers, experts, matrices
+    stored = sum(t.numel() * t.itemsize for t in load_file(fp8 / "model.safetensors").values() if t.dtype != torch.float32)
+    assert weight_bytes(fp8) > stored + 1.4 * experts, "half a byte each in the file, two bytes each once they are loaded"
+    unnamed = {key: value for key, value in config.items() if key != "expert_dtype"}
+    (fp8 / "config.json").write_text(json.dumps(unnamed | {"quantization_config": BLOCK_FP8}))
+    with pytest.raises(LoadError, match=r"experts\.0\.w1\.weight"):
+        llm(fp8)
+    (fp8 / "config.json").write_text(json.dumps(config | {"expert_dtype": "int3", "quantization_config": BLOCK_FP8}))
+    with pytest.raises(PluginError, match="expert_dtype 'int3'"):
+        llm(fp8)
 
 
 def test_v4_finds_a_prefix_again_with_everything_that_its_layers_kept_of_it(tmp_path: Path, installed: None) -> None:

@@ -165,7 +165,9 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     groups = plan_groups(facts.kv_specs, backend.layout, block_size)
 
     item = DTYPE_BYTES[dtype]
-    stored = quantizer.accept.preferences.get("stored_values")
+    stored: dict[str, int] = {}
+    for decision in (quantizer, model):
+        stored |= decision.accept.preferences.get("stored_values") or {}
     weights = estimate_weight_bytes(facts, source.config, item) if dummy else source.weight_bytes(dtype, stored)
     smaller = quantizer.accept.preferences.get("linear_bytes", item)  # of weights that are quantised while they load
     if not source.quantization_config and not any(source.config.get(key) for key in EXPERTS):

@@ -62,6 +62,14 @@ class Linear(Protocol):
     def finish(self) -> None: ...
 
 
+class GatedLinear(Protocol):
+    """What a Linear whose parts are a gate and a value, side by side, may also offer; asked after `finish`."""
+
+    def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
+        """In one kernel what the product and the operator `activation` + "_mul" do in two: x [T, in_features] ->
+        act(gate) * value [T, out_features / 2] of x's dtype. None: there is no such kernel for this activation."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
     """How the two halves of a gated MLP become one: with g = min(gate, limit) and u = clamp(up, -limit, limit),
@@ -126,7 +134,7 @@ class Experts(Protocol):
 @dataclass(frozen=True, slots=True)
 class QuantizerParts:
     """Constructor parts of a quantizer. config is the checkpoint's quantization_config ({} if none). find
-    gives an operator that nobody has to offer, such as "small_linear", or None."""
+    gives an operator that nobody has to offer, such as "small_linear" or "matrix", or None."""
 
     device: Device
     dtype: str
@@ -140,8 +148,8 @@ class Quantizer(Protocol):
     (the name in quantization_config or the flag; "" for none), config, architecture, dummy (random
     weights, of which there is no config). One that dequantises says in
     Accept.preferences["stored_values"] how many values of the model's dtype an element of a quantised tensor becomes, by the end
-    of the tensor's name; one that quantises plain weights as they load, in ["linear_bytes"] how many bytes a weight of a Linear
-    then has: the pool is sized by both. ["kv_cache_dtype"] is the KV dtype that the checkpoint has scales for, taken by
+    of the tensor's name (so does a model that dequantises a part by itself); one that quantises plain weights as they load, in
+    ["linear_bytes"] how many bytes a weight of a Linear then has: the pool is sized by both. ["kv_cache_dtype"] is the KV dtype that the checkpoint has scales for, taken by
     `--kv-cache-dtype auto`."""
 
     def linear(

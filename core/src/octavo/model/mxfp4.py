@@ -1,9 +1,12 @@
 """MXFP4 experts (OCP Microscaling Formats 1.0: e2m1 values in blocks of 32 with a power-of-two scale), dequantised at load.
 
-Owns the form in which gpt-oss checkpoints keep their experts: for each of gate_up_proj and down_proj, `NAME_blocks` uint8
-[experts, out, in / 32, 16], two values a byte, the low nibble first, and `NAME_scales` uint8 [experts, out, in / 32], a scale s
-standing for 2^(s - 127). Everything else of such a checkpoint is unquantised. Served weights have the model's dtype: four times the
-bytes of the file, in which every value is exact.
+Owns the two forms in which checkpoints keep them. Two values are a byte, the low nibble first; a scale s stands for 2^(s - 127).
+
+- gpt-oss: for each of gate_up_proj and down_proj, `NAME_blocks` uint8 [experts, out, in / 32, 16] and `NAME_scales` uint8
+  [experts, out, in / 32]. Everything else of such a checkpoint is unquantised.
+- DeepSeek V4: for each matrix of each expert, `NAME.weight` int8 [out, in / 2] and its scales [out, in / 32]. The rest is FP8.
+
+Served weights have the model's dtype: four times the bytes of the file, in which every value is exact.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 
 
 def dequantise(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """blocks uint8 [..., n, 16] and scales uint8 [..., n] -> [..., n * 32] in dtype."""
+    """blocks uint8 [..., n, 16] and scales uint8 [..., n] -> [..., n * 32] in dtype. The scale 255, which is no number, gives
+    values that are none either."""
     table = torch.tensor(VALUES, dtype=torch.float32, device=blocks.device)
     nibbles = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     values = torch.ldexp(table[nibbles.int()], scales.int().unsqueeze(-1) - 127)
@@ -47,6 +51,50 @@ class Mxfp4Experts(PlainExperts):
         Packed(f"{prefix}.down_proj", (spec.count, spec.hidden, spec.inner), self._down, weights, lambda tensor: tensor)
         if spec.bias:
             self._declare_biases(prefix, weights)
+
+
+class SingleMxfp4Experts(PlainExperts):
+    """As PlainExperts, filled from one packed matrix for each expert and projection; scales are named as FP8's are."""
+
+    def _declare_each(self, prefix: str, spec: ExpertsSpec, weights: Weights) -> None:
+        if spec.bias:
+            raise LoadError(f"{prefix}: MXFP4 experts of one matrix each with biases are not read")
+        gate, up, down = spec.names
+        for e in range(spec.count):
+            for name, stack, rows in (
+                (gate, self._gate_up, slice(0, spec.inner)),
+                (up, self._gate_up, slice(spec.inner, 2 * spec.inner)),
+                (down, self._down, slice(0, spec.hidden)),
+            ):
+                width = spec.inner if name == down else spec.hidden
+                Single(f"{prefix}.{e}.{name}", (e, rows), width, stack, weights)
+
+
+class Single:
+    """One packed matrix [rows, width]: waits for its weight and its scales, then fills its part of `stack`."""
+
+    def __init__(self, name: str, at: tuple[int, slice], width: int, stack: Stack, weights: Weights) -> None:
+        rows = at[1].stop - at[1].start
+        if width % BLOCK:
+            raise LoadError(f"{name}: mxfp4 keeps blocks of {BLOCK} values, and the matrix has rows of {width}")
+        self._name, self._at, self._stack = name, at, stack
+        self._found: dict[str, Tensor] = {}
+        scale = ("uint8", "float8_e8m0fnu")
+        for part, size, dtypes in (("weight", width // 2, ("int8", "uint8")), ("weight_scale_inv", width // BLOCK, scale)):
+            weights.declare(f"{name}.{part}", (rows, size), self._receiver(part), dtypes=dtypes)
+        stack.expect(name)
+
+    def _receiver(self, part: str) -> Callable[[Tensor], None]:
+        def fill(tensor: Tensor) -> None:
+            self._found[part] = tensor.view(torch.uint8).to(self._stack.device, copy=True)  # it may be a view of a mapped file
+            if len(self._found) == 2:
+                blocks, scales = self._found.pop("weight"), self._found.pop("weight_scale_inv")
+                if bool((scales == 255).any()):
+                    raise LoadError(f"{self._name}.weight_scale_inv has the byte 255, which is no number")
+                values = dequantise(blocks.view(*scales.shape, BLOCK // 2), scales, self._stack.dtype)
+                self._stack.fill(self._name, self._at, values)
+
+        return fill
 
 
 class Packed:

@@ -78,9 +78,12 @@ def accepts(needs: Needs, options: Any) -> Accept | Reject:
     except LoadError as error:
         return Reject(str(error))
     kinds = [layer.kind for layer in config.layers]
+    # FP4 experts are two values a byte, and dequantised; that shared ones, of the same name, are not is a small part.
+    stored = {f"{name}.weight": 2 for name in config.experts.names} if config.packed else {}
     return Accept(
+        {"stored_values": stored},
         reason=f"{len(kinds)} layers with a window of {config.window}, {kinds.count('heavy')} of them over every compressed entry "
-        f"and {kinds.count('sparse')} over the {config.index.top} best"
+        f"and {kinds.count('sparse')} over the {config.index.top} best{'; FP4 experts are dequantised' if config.packed else ''}",
     )
 
 

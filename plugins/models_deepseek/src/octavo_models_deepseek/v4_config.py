@@ -54,7 +54,8 @@ class Cache:
 @dataclass(frozen=True, slots=True)
 class V4Config:
     """A DeepSeek V4, complete. lanes: streams of the residual; sinkhorn: how often their mixing matrix is normalised.
-    rotated: trailing dims of a head that RoPE turns, by `ropes` (layers of the window alone, all others)."""
+    rotated: trailing dims of a head that RoPE turns, by `ropes` (layers of the window alone, all others). packed: routed experts
+    are FP4 (MXFP4) in the checkpoint, whatever the rest is."""
 
     vocab_size: int
     hidden_size: int
@@ -74,6 +75,7 @@ class V4Config:
     norm_eps: float
     routing: Routing
     experts: ExpertsSpec
+    packed: bool
     shared: int
     max_position: int
     tied_head: bool
@@ -169,10 +171,19 @@ def read_v4(config: Mapping[str, Any]) -> V4Config:
         norm_eps=read.number("rms_norm_eps", 1e-6),
         routing=Routing(top_k, score, renormalise=True, scale=read.number("routed_scaling_factor")),
         experts=ExpertsSpec(count, hidden, inner, top_k, gate, names=("w1", "w3", "w2")),
+        packed=_packed(config),
         shared=read.count("n_shared_experts") * inner,
         max_position=read.count("max_position_embeddings"),
         tied_head=read.flag("tie_word_embeddings", False),
     )
+
+
+def _packed(config: Mapping[str, Any]) -> bool:
+    """Whether the routed experts are FP4: DeepSeek's config.json says so, or its quantization_config."""
+    named = config.get("expert_dtype") or (config.get("quantization_config") or {}).get("expert_dtype")
+    if named not in (None, "fp4", "fp8"):
+        raise LoadError(f"expert_dtype {named!r} is not supported by {ARCHITECTURE}; there are fp4 and fp8")
+    return bool(named == "fp4")
 
 
 def _layers(config: Mapping[str, Any], read: Reader) -> tuple[V4Layer, ...]:

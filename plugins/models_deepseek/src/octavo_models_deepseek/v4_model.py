@@ -5,11 +5,15 @@ Owns the order of things. Must never hold a cache or anything else between steps
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
-from octavo.interfaces import Gate, Linear, ModelParts, Step
+from octavo.interfaces import ExpertsSpec, Gate, Linear, ModelParts, Step
 from octavo.model.layers import Embedding, Norm
 from octavo.model.linear import torch_device
 from octavo.model.moe import MoE, Router
+from octavo.model.mxfp4 import SingleMxfp4Experts
 from octavo.model.operators import gated
 from torch import Tensor
 
@@ -67,6 +71,8 @@ class Layer:
         self._table = HashTable(f"{gate}.tid2eid", (config.vocab_size, spec.top_k), parts) if layer.hashed else None
         router = Router(gate, hidden, spec.count, config.routing, parts, correction="" if layer.hashed else f"{gate}.bias")
         shared = SharedExperts(f"{name}.ffn.shared_experts", hidden, config.shared, spec.gate, parts)
+        if config.packed:
+            parts = replace(parts, experts=partial(_packed_experts, parts))
         self._experts = MoE(router, f"{name}.ffn.experts", spec, parts, shared)
 
     def finish(self) -> None:
@@ -80,6 +86,12 @@ class Layer:
         x, back, mix = self._lanes[1].open(lanes)
         ids = None if self._table is None else self._table(step.token_ids)
         return self._lanes[1].close(lanes, self._experts(self._norms[1](x, None)[0], ids), back, mix)
+
+
+def _packed_experts(parts: ModelParts, prefix: str, spec: ExpertsSpec) -> SingleMxfp4Experts:
+    """Experts that are FP4 beside whatever the quantizer serves, in the model's dtype."""
+    device, dtype = torch_device(parts.device), getattr(torch, parts.dtype)
+    return SingleMxfp4Experts(prefix, spec, weights=parts.weights, device=device, dtype=dtype, run=parts.op("experts"))
 
 
 class DeepseekV4:
