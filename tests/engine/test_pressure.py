@@ -77,7 +77,7 @@ def pressures(draw: st.DrawFn) -> dict[str, Any]:
         "block_size": block,
         "num_gpu_blocks_override": longest + draw(st.integers(0, longest)),
         "max_num_batched_tokens": draw(st.sampled_from([3, 8, 17, 128])),
-        "max_num_seqs": draw(st.integers(1, 5)),
+        "max_num_seqs": draw(st.sampled_from([1, 2, 3, 5, 40])),  # 40: prompts are steps of single tokens where they are padded
         "enable_prefix_caching": draw(st.booleans()),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "swap_space": host_memory(draw(st.sampled_from([0, 0, 1, 2, longest, 4 * longest])), block),
