@@ -79,7 +79,10 @@ def test_a_packed_checkpoint_is_the_model_of_its_values() -> None:
 
 
 def test_a_width_that_does_not_fill_blocks_is_refused() -> None:
-    quantizer = Mxfp4Quantizer(None, QuantizerParts(Device(), "float32", {}, DictWeights(), lambda name: lambda *a: a[0]))
+    quantizer = Mxfp4Quantizer(
+        None,
+        QuantizerParts(Device(), "float32", {}, DictWeights(), lambda name: (lambda *a: a[0]) if name == "experts" else None),
+    )
     with pytest.raises(LoadError, match=r"blocks of 32.*48"):
         quantizer.experts("e", ExpertsSpec(2, 48, 32, 1, stacked=True))
     with pytest.raises(LoadError, match="stacked"):
