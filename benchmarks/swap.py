@@ -35,7 +35,7 @@ def copies(args: argparse.Namespace) -> dict[str, Any]:
     group = KVGroup(0, spec, tuple(range(args.layers)), TOKENS, page)
     pool = Pool((group,), (CacheLayout("bfloat16", (page // 2,), page, "flat"),), 2 * args.blocks, "cuda")
     began = time.perf_counter()
-    space = make_swap_space(pool, args.slots)
+    space = make_swap_space(pool, args.slots, args.staging_mib << 20)
     answer: dict[str, Any] = {
         "block_bytes": page * args.layers,
         "pinned_gib": space.nbytes / 2**30,
@@ -123,6 +123,9 @@ def main() -> None:
     alone.add_argument("--blocks", type=int, default=256)
     alone.add_argument("--slots", type=int, default=512)
     alone.add_argument("--layers", type=int, default=32)
+    alone.add_argument(
+        "--staging-mib", type=int, default=512, help="of all staging buffers; an engine takes a 256th of the device"
+    )
     alone.add_argument("--repeats", type=int, default=5)
     alone.add_argument("--scattered", action="store_true", help="host slots in random order too")
     whole = parts.add_parser("engine")
