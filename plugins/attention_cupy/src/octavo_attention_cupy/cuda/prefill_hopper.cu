@@ -88,24 +88,6 @@ DEVICE void pack_weights(u32 (&p)[32], const float (&s)[64]) {
     for (int i = 0; i < 32; ++i) p[i] = pack<BF16>(s[2 * i], s[2 * i + 1]);
 }
 
-// Rows of V that are not this row's may be NaN, which a weight of zero would not silence. Both warpgroups clear them together; of an
-// FP8 cache the converters have done it.
-DEVICE void clear_values(Shared& shared, int place, int token, int low, int end) {
-    for (int i = threadIdx.x - 128; i < TOKENS * V_DIM / 8; i += 256) {
-        int row = i / (V_DIM / 8), at = token + row;
-        if (at < low || at >= end) zero_16_bytes(shared_address(shared.v[place]) + wide_at(row, i % (V_DIM / 8)));
-    }
-    fence_copy_engine();
-    asm volatile("bar.sync 1, 256;" ::: "memory");
-}
-
-// V of the tile at `token` is there, and cleared where it must be. Before a warpgroup takes its turn: clearing needs both.
-DEVICE void clear_edge(Shared& shared, const Item& item, const Turn<STAGES>& value, int token) {
-    if (FP8 || (token >= item.low && token + TOKENS <= item.tile.end)) return;
-    barrier_wait(shared_address(&shared.v_full[value.place]), value.parity);
-    clear_values(shared, value.place, token, item.low, item.tile.end);
-}
-
 // The two warpgroups issue products in turn, so that one multiplies while the other computes weights.
 DEVICE void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
 DEVICE void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(3 - group) : "memory"); }
@@ -119,6 +101,20 @@ DEVICE void rescale(float (&acc)[V_DIM / 2], const RowState& row) {
         for (int i = 0; i < 2; ++i) acc[4 * v + 2 * i] *= row.keep[i], acc[4 * v + 2 * i + 1] *= row.keep[i];
 }
 
+// Values of four lanes that are neighbours, four each: value j of lane t becomes value t of lane j.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        bool high = threadIdx.x & bit;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (j & bit) continue;
+            u32 mine = __shfl_xor_sync(~0u, high ? x[j] : x[j + bit], bit);
+            (high ? x[j] : x[j + bit]) = mine;
+        }
+    }
+}
+
 DEVICE void write_rows(const PrefillArgs& a, const Item& item, RowState& row, const float (&acc)[V_DIM / 2], int first_row) {
     int t = threadIdx.x % 4;
     float scale = SOFTCAP ? 1.0f : a.scale;
@@ -128,9 +124,9 @@ DEVICE void write_rows(const PrefillArgs& a, const Item& item, RowState& row, co
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         int r = first_row + 8 * i, token = r / a.group, head = item.head * a.group + r - token * a.group;
-        if (token >= item.tile.tokens) continue;
+        bool held = token < item.tile.tokens;
         float base = row.top[i] == NEGATIVE_INFINITY ? 0.0f : row.top[i] * scale, keep = 1.0f;
-        if (a.sinks) {
+        if (a.sinks && held) {
             float sink = a.sinks[head] * LOG2E, higher = fmaxf(base, sink);
             keep = exp2_fast(base - higher);
             sum = sum * keep + exp2_fast(sink - higher);
@@ -139,9 +135,14 @@ DEVICE void write_rows(const PrefillArgs& a, const Item& item, RowState& row, co
         float factor = keep * a.v_scale / (sum == 0.0f ? 1.0f : sum);
         u16* out = a.out + (item.tile.token + token) * a.out_token + head * a.out_head;
 #pragma unroll
-        for (int v = 0; v < V_DIM / 8; ++v)
-            *(u32*)(out + v * 8 + 2 * t) = pack<BF16>(acc[4 * v + 2 * i] * factor, acc[4 * v + 2 * i + 1] * factor);
-        if (t == 0 && a.lse) a.lse[(item.tile.token + token) * a.lse_token + head] = (base + log2f(sum)) * LN2;
+        for (int v = 0; v < V_DIM / 8; v += 4) {
+            u32 x[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[j] = pack<BF16>(acc[4 * (v + j) + 2 * i] * factor, acc[4 * (v + j) + 2 * i + 1] * factor);
+            transpose_quad(x);
+            if (held) store_16_bytes(out + (v + t) * 8, x);
+        }
+        if (t == 0 && held && a.lse) a.lse[(item.tile.token + token) * a.lse_token + head] = (base + log2f(sum)) * LN2;
     }
 }
 
@@ -184,7 +185,6 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
         pack_weights(p, s);
         int j = item.first;
         for (; j + 1 < item.last; ++j, value.next()) {
-            clear_edge(shared, item, value, j * TOKENS);
             barrier_wait(shared_address(&shared.k_full[key.place]), key.parity);
             take_turn(group);
             issue_scores(s, queries, shared_address(shared.k[key.place]));
@@ -207,7 +207,6 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
             rescale(acc, row);
             pack_weights(p, s);
         }
-        clear_edge(shared, item, value, j * TOKENS);
         barrier_wait(shared_address(&shared.v_full[value.place]), value.parity);
         issue_values(acc, p, shared_address(shared.v[value.place]));
         products_wait<0>();
@@ -228,13 +227,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_hopper(const __
     wait_for_predecessor();
     release_successor();
     if (threadIdx.x < 128) {
-        give_registers<FP8 ? 48 : 40>();
+        give_registers<FP8 ? 48 : 56>();
         if (threadIdx.x < 32)
             copy_keys_and_values(a, shared);
         else
             copy_queries(a, shared);
     } else if (threadIdx.x < 384) {
-        take_registers<FP8 ? 208 : 232>();
+        take_registers<FP8 ? 208 : 224>();
         multiply(a, shared);
     } else {
         give_registers<48>();

@@ -76,12 +76,18 @@ DEVICE void init_barriers(Shared& shared) {
     fence_copy_engine();
 }
 
+// Where a chunk of a row of 16-bit values lies in a tile of whole panels, as wgmma's 128-byte swizzle has it.
+DEVICE u32 wide_at(int row, int chunk) { return chunk / 8 * TILE_PANEL + row * PANEL + (chunk % 8 ^ row % 8) * 16; }
+
 // The tiles of K and V of all items of a block, in order; lane l looks up the page of the tile's run l. A run is the part of a tile
 // that lies in one page for sure.
 struct Tiles {
     Item item;
     int index, j, run;
-    int head, slot, id;  // of the tile that was looked up last: this lane's page (-1: nothing to copy)
+    // Of the tile that was looked up last: rows [first, stop) are copied, which is all that the row has, even past what this item
+    // sees; this lane's page, and its own of these rows.
+    int first, stop;
+    int id, head, slot, begin, rows;
 
     DEVICE void start(const PrefillArgs& a) {
         run = TOKENS;
@@ -99,28 +105,46 @@ struct Tiles {
             item.last = 0;
             if (item_at(a, index, item)) j = item.first;
         }
-        int lane = threadIdx.x % 32, token = j * TOKENS + lane * run, column = token / a.page;
-        // All that the row has, even past what this item sees: rows that are not copied must be cleared.
-        bool held = lane * run < TOKENS && token < item.tile.end && token + run > item.low;
-        slot = token - column * a.page;
+        int token = j * TOKENS, at = threadIdx.x % 32 * run;
+        first = max(item.low - token, 0), stop = min(item.tile.end - token, TOKENS);
+        begin = max(at, first), rows = min(at + run, stop) - begin;
+        int column = (token + begin) / a.page;
+        slot = token + begin - column * a.page;
         head = item.head;
-        id = held ? __ldg(a.table + item.tile.table_row * a.table_row + column) : -1;
+        id = rows > 0 ? __ldg(a.table + item.tile.table_row * a.table_row + column) : -1;
         ++j;
         return true;
     }
 };
 
+// One lane's copy of K or V of a tile: `rows` rows from `from` on, to row `begin` of the tile.
+struct Run {
+    const u8* from;
+    int begin, rows;
+};
+
 // One of K and V of a looked-up tile, to a place of its ring.
-template <typename Rows> DEVICE void copy_tile(const PrefillArgs& a, const u8* from, int run, bool held, u32 to, u64* full, u64* empty, int parity) {
-    int lane = threadIdx.x % 32;
-    u32 barrier = shared_address(full), bytes = __popc(__ballot_sync(~0u, held)) * run * Rows::BYTES;
-    barrier_wait(shared_address(empty), parity ^ 1);
-    if (lane == 0) barrier_expect(barrier, bytes);
+template <typename Rows> DEVICE void copy_tile(const PrefillArgs& a, const Run& run, u32 to, u64* full) {
+    u32 barrier = shared_address(full), bytes = __reduce_add_sync(~0u, run.rows) * Rows::BYTES;
+    if (threadIdx.x % 32 == 0) barrier_expect(barrier, bytes);
     __syncwarp();
-    if (!held) return;
+    if (run.rows == 0) return;
 #pragma unroll
     for (int p = 0; p < Rows::PANELS; ++p)
-        bulk_copy(to + (p * TOKENS + lane * run) * Rows::PANEL, from + p * a.page * Rows::PANEL, run * Rows::PANEL, barrier);
+        bulk_copy(to + (p * TOKENS + run.begin) * Rows::PANEL, run.from + p * a.page * Rows::PANEL, run.rows * Rows::PANEL, barrier);
+}
+
+// Rows of V that are not copied must be zero: a weight of zero would not silence a NaN that was there. (Their scores are masked,
+// so rows of K need not be.) By the warp that copies the others: no row is written twice.
+DEVICE void clear_rows(u32 to, int first, int stop) {
+    if (first == 0 && stop == TOKENS) return;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < TOKENS * V_DIM / 8; i += 32) {
+        int row = i / (V_DIM / 8);
+        if (row < first || row >= stop) zero_16_bytes(to + wide_at(row, i % (V_DIM / 8)));
+    }
+    fence_copy_engine();
+    __syncwarp();
 }
 
 // By one warp, in the order in which they are multiplied: K of a tile before V of the tile in front of it.
@@ -130,33 +154,32 @@ DEVICE void copy_keys_and_values(const PrefillArgs& a, Shared& shared) {
     Tiles tiles;
     tiles.start(a);
     Turn<STAGES> key, value;
-    bool more = tiles.look_up(a), behind = false, held = false;  // of the tile whose K was copied last
-    const u8* v = nullptr;
+    bool more = tiles.look_up(a), behind = false;
+    Run v = {};  // of the tile whose K was copied last
+    int first = 0, stop = 0;
     while (more || behind) {
-        const u8* next_v = nullptr;
-        bool next_held = false;
+        Run next = {};
+        int next_first = tiles.first, next_stop = tiles.stop;
+        bool copied = more;
         if (more) {
             const u8* page = a.cache + tiles.id * a.page_bytes;
-            const u8* k = page + k_offset(a.page, tiles.head, tiles.slot);
-            next_v = page + v_offset(a.page, tiles.head, tiles.slot);
-            next_held = tiles.id >= 0;
-            u32 to = shared_address(FP8 ? shared.raw_k[key.place] : shared.k[key.place]);
-            copy_tile<KRows>(a, k, tiles.run, next_held, to, k_full + key.place, k_empty + key.place, key.parity);
+            next = {page + v_offset(a.page, tiles.head, tiles.slot), tiles.begin, tiles.id < 0 ? 0 : tiles.rows};
+            Run k = {page + k_offset(a.page, tiles.head, tiles.slot), next.begin, next.rows};
+            barrier_wait(shared_address(k_empty + key.place), key.parity ^ 1);
+            copy_tile<KRows>(a, k, shared_address(FP8 ? shared.raw_k[key.place] : shared.k[key.place]), k_full + key.place);
             key.next();
         }
-        bool copied = more;
         more = more && tiles.look_up(a);
         if (behind) {
             u32 to = shared_address(FP8 ? shared.raw_v[value.place] : shared.v[value.place]);
-            copy_tile<VRows>(a, v, tiles.run, held, to, v_full + value.place, v_empty + value.place, value.parity);
+            barrier_wait(shared_address(v_empty + value.place), value.parity ^ 1);
+            if (!FP8) clear_rows(to, first, stop);
+            copy_tile<VRows>(a, v, to, v_full + value.place);
             value.next();
         }
-        v = next_v, held = next_held, behind = copied;
+        v = next, first = next_first, stop = next_stop, behind = copied;
     }
 }
-
-// Where a chunk of a row of 16-bit values lies in a tile of whole panels, as wgmma's 128-byte swizzle has it.
-DEVICE u32 wide_at(int row, int chunk) { return chunk / 8 * TILE_PANEL + row * PANEL + (chunk % 8 ^ row % 8) * 16; }
 
 // By LOADERS threads: queries of every item as rows, token times query head of the group. Rows beyond the tile are zero.
 DEVICE void copy_queries(const PrefillArgs& a, Shared& shared) {

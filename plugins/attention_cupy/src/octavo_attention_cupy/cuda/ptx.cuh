@@ -126,6 +126,11 @@ DEVICE void store_16_bytes(u32 address, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+DEVICE void store_16_bytes(void* to, const u32 (&x)[4]) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(__cvta_generic_to_global(to)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
 // Reads that must see what other multiprocessors wrote during this launch: past the first-level cache.
 DEVICE float2 load_pair_l2(const float* p) {
     float2 v;
