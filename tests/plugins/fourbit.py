@@ -20,6 +20,7 @@ SOURCE = str(Path(__file__).parents[2] / "plugins" / "quant_awq" / "src")
 if SOURCE not in sys.path:
     sys.path.insert(0, SOURCE)
 
+PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 AWQ_COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a gemm word holds this column of its eight
 
 
@@ -173,7 +174,7 @@ def quantised(
     stored: dict[str, Tensor] = {}
     stands_for: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        if not name.endswith("_proj.weight") or any(part in name for part in plain):
+        if not name.endswith(PROJECTIONS) or any(part in name for part in plain):
             stored[name] = stands_for[name] = tensor
             continue
         made = layout.store(group)(tensor)

@@ -20,7 +20,8 @@ from tests.plugins.fourbit import LAYOUTS, Installed, quantised
 from tests.tiny import tiny_config, tiny_weights, write_text_files
 
 PROMPTS = [[5 + (7 * i) % 500 for i in range(n)] for n in (3, 40)]
-SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+INNER = 192  # of an MLP, and of an expert
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": INNER, "head_dim": 16}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,10 +38,22 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
     return folder
 
 
-def pair(folder: Path, layout: str, group: int, plain: tuple[str, ...] = (), **over: Any) -> tuple[Path, Path]:
-    """A 4-bit checkpoint and the plain one that it stands for."""
+def pair(
+    folder: Path, layout: str, group: int, plain: tuple[str, ...] = (), experts: bool = False, **over: Any
+) -> tuple[Path, Path]:
+    """A 4-bit checkpoint and the plain one that it stands for. experts: Mixtral's four in place of every MLP."""
     config = tiny_config(**SHAPE, **over)
-    stored, stands_for = quantised(tiny_weights(config), LAYOUTS[layout], group, plain)
+    weights = tiny_weights(config)
+    if experts:
+        weights = {name: tensor for name, tensor in weights.items() if ".mlp." not in name}
+        hidden, random = config["hidden_size"], torch.Generator().manual_seed(3)
+        for layer in range(config["num_hidden_layers"]):
+            module = f"model.layers.{layer}.block_sparse_moe"
+            weights[f"{module}.gate.weight"] = torch.randn(4, hidden, generator=random)
+            for e in range(4):
+                for name, shape in (("w1", (INNER, hidden)), ("w3", (INNER, hidden)), ("w2", (hidden, INNER))):
+                    weights[f"{module}.experts.{e}.{name}.weight"] = 0.3 * torch.randn(shape, generator=random)
+    stored, stands_for = quantised(weights, LAYOUTS[layout], group, plain)
     settings = LAYOUTS[layout].config(group)
     if plain:
         settings |= {"modules_to_not_convert": list(plain)}
@@ -115,10 +128,17 @@ def test_random_weights_of_the_format_are_served(tmp_path: Path) -> None:
     assert [len(row) for row in found] == [12, 12]
 
 
-def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["gemm", "packed"])
+def test_a_mixture_of_experts_gives_the_tokens_of_the_weights_that_it_stands_for(layout: str, tmp_path: Path) -> None:
+    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    four_bit, whole = pair(tmp_path, layout, 32, (".gate",), experts=True, **mixtral)
+    assert tokens(four_bit) == tokens(whole)
+
+
+def test_experts_stacked_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
     config = tiny_config(
-        **SHAPE, architectures=["MixtralForCausalLM"], model_type="mixtral", num_local_experts=4, num_experts_per_tok=2
+        **SHAPE, architectures=["GptOssForCausalLM"], model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2
     )
     folder = write(tmp_path / "moe", config, {"x": torch.ones(1)}, LAYOUTS["gemm"].config(32))
-    with pytest.raises(OctavoError, match="expert"):
+    with pytest.raises(OctavoError, match=r"layers\.0\..*experts are read one matrix an expert"):
         tokens(folder)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from octavo.errors import LoadError
-from octavo.interfaces import Linear, QuantizerParts
+from octavo.interfaces import ExpertsSpec, Linear, QuantizerParts
 from octavo.model.linear import PlainQuantizer, torch_device
 from torch import Tensor
 
+from octavo_quant_awq.experts import FourBitExperts, check_experts
 from octavo_quant_awq.formats import format_of
 from octavo_quant_awq.linear import FourBitLinear, Matrix, SideBySide
 from octavo_quant_awq.provider import FourBitOptions
@@ -57,6 +58,21 @@ class FourBitQuantizer:
                 else self._quantised({names[part]: rows}, in_features, bias)
                 for part, rows in parts.items()
             )
+        )
+
+    def experts(self, prefix: str, spec: ExpertsSpec) -> FourBitExperts:
+        """Every expert's matrices as `linear` has them. LoadError for experts that are stacked in one tensor."""
+        check_experts(prefix, spec)
+        gate, up, down = spec.names
+        return FourBitExperts(
+            [
+                (
+                    self.linear(f"{prefix}.{e}", spec.hidden, {gate: spec.inner, up: spec.inner}, bias=spec.bias),
+                    self.linear(f"{prefix}.{e}", spec.inner, {down: spec.hidden}, bias=spec.bias),
+                )
+                for e in range(spec.count)
+            ],
+            spec,
         )
 
     def _quantised(self, parts: Mapping[str, int], inputs: int, bias: bool) -> FourBitLinear:
