@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("torch sees no CUDA device", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "attention_triton" / "src"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "ops_triton" / "src"))
 
 from octavo.bench.kernel import cuda_device
 from octavo.testing.attention import AttentionSuite, AttentionTarget

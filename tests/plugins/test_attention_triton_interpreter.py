@@ -18,7 +18,7 @@ import pytest
 
 from tests.plugins.interpreter import PRELUDE
 
-PLUGIN = Path(__file__).parents[2] / "plugins" / "attention_triton" / "src"
+PLUGINS = [str(Path(__file__).parents[2] / "plugins" / name / "src") for name in ("attention_triton", "ops_triton")]
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
@@ -126,7 +126,7 @@ print(json.dumps(complaints))
 def complaints() -> list[str]:
     """Of every case, what was wrong: all in one process, which has the interpreter on from its first import of triton."""
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(PLUGIN), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(root), *PLUGINS, os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES), json.dumps(SHARES)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.plugins.interpreter import PRELUDE
 
-PLUGIN = Path(__file__).parents[2] / "plugins" / "attention_triton" / "src"
+PLUGINS = [str(Path(__file__).parents[2] / "plugins" / name / "src") for name in ("attention_triton", "ops_triton")]
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
@@ -55,7 +55,7 @@ def widened(page, dtype, transposed, window):
     low = 0 if window is None else max(0, 290 - window + 1) // page
     table[5, :low] = -1  # given back, since no window reaches them
     capacity = -(-300 // page) + 1
-    found = widening.batches(step, 2, window, page, capacity, torch.device("cpu"))
+    found = widening.batches(step, 2, g.heads, 3, window, page, capacity, torch.device("cpu"))
     seen = []
     for batch in found:
         out = torch.full((capacity, g.heads * page * 128), float("nan"), dtype=torch.float16)
@@ -63,8 +63,9 @@ def widened(page, dtype, transposed, window):
             cache, table, batch.pages, out, table.stride(0), cache.stride(0), HEADS=g.heads, K_DIM=64, V_DIM=64, BLOCK_K=64, BLOCK_V=64,
             BLOCK_P=1 << (page - 1).bit_length(), PAGE=page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base, V_TRANSPOSED=g.v_transposed)
         wide = PageGeometry.of(KVSpec("full", 2, 64, 64, "float16"), page, row_align=16, v_transposed=False)
-        for i in sorted(set(batch.tiles[:, 3].tolist())):
-            tile = batch.tiles[batch.tiles[:, 3] == i]
+        tiles = batch.items.records[batch.items.records[:, 5] == 0]
+        for i in sorted(set(tiles[:, 3].tolist())):
+            tile = tiles[tiles[:, 3] == i]
             index = lengths.index(int(tile[0, 4]))
             seen.append(index)
             assert int(tile[:, 1].sum()) == new[index] and int(tile[:, 2].min()) == lengths[index] - new[index]
@@ -90,7 +91,7 @@ def run(name: str, **facts: Any) -> Any:
         env={
             **os.environ,
             "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join([str(PLUGIN), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([*PLUGINS, os.environ.get("PYTHONPATH", "")]),
         },
         capture_output=True,
         text=True,

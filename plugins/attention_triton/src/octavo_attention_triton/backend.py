@@ -79,7 +79,7 @@ class Bound:
     shape: dict[str, Any]  # constexprs that decode and prefill share
     descriptor: Any = None  # of the cache, or of the workspace, where the Hopper prefill kernel serves this layer
     wide_pages: int = 0  # that the workspace holds of this layer, if its cache is FP8 and the Hopper kernel serves it
-    constants: dict[Any, tuple[Any, ...]] = field(default_factory=dict)  # of the kernels launched so far, as the launcher takes them
+    constants: dict[Any, tuple[Any, ...]] = field(default_factory=dict)  # of kernels launched before, as the launcher takes them
 
 
 class TritonAttention:
@@ -367,13 +367,19 @@ class TritonAttention:
         apart = self._values_apart(bound, step, tokens)
         if apart:
             heads -= facts.num_kv_heads
-        prologue.prologue_kernel[(tokens, triton.cdiv(heads, block_h))](
-            qkv, qkv if weight is None else weight, cos, sin, step.slot_mapping[bound.group], cache,
-            eps, facts.k_scale, facts.v_scale, write.FP8_MAX.get(cache.dtype, 0.0), qkv.stride(0), cache.stride(0),
-            HEADS=facts.num_heads, KV_HEADS=facts.num_kv_heads, DIM=dim, ROTARY=rotary, NORM=weight is not None,
-            PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base, V_TRANSPOSED=g.v_transposed, QUANTISE=cache.dtype in write.FP8_MAX,
-            VALUES=not apart, BLOCK_H=block_h, BLOCK_HALF=half, BLOCK_REST=_pow2(rest) if rest else 0, PDL=self.pdl, num_warps=4,
-            **({"launch_pdl": True} if self.pdl else {}),
+        key = ("prologue", rotary, weight is not None, apart)
+        if key not in bound.constants:
+            bound.constants[key] = constants_of(
+                prologue.prologue_kernel, HEADS=facts.num_heads, KV_HEADS=facts.num_kv_heads, DIM=dim, ROTARY=rotary,
+                NORM=weight is not None, PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base, V_TRANSPOSED=g.v_transposed,
+                QUANTISE=cache.dtype in write.FP8_MAX, VALUES=not apart, BLOCK_H=block_h, BLOCK_HALF=half,
+                BLOCK_REST=_pow2(rest) if rest else 0,
+            )  # fmt: skip
+        self._launch(
+            prologue.prologue_kernel, (tokens, triton.cdiv(heads, block_h)),
+            (qkv, qkv if weight is None else weight, cos, sin, step.slot_mapping[bound.group], cache),
+            (eps, facts.k_scale, facts.v_scale, write.FP8_MAX.get(cache.dtype, 0.0)),
+            (qkv.stride(0), cache.stride(0), *bound.constants[key]), warps=4,
         )  # fmt: skip
         if apart:
             self._write_values(bound, step, qkv[:, -facts.num_kv_heads :])
@@ -418,23 +424,32 @@ class TritonAttention:
         block_g, block_v = _pow2(group), bound.shape["BLOCK_V"]
         log = self._nothing if lse is None else lse
         sinks = self._nothing if bound.sinks is None else bound.sinks
+        key = ("decode", choice, lse is not None)
+        if key not in bound.constants:
+            bound.constants[key] = constants_of(
+                decode.decode_kernel, HEADS=layer.num_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_G=block_g, **bound.shape,
+                LSE=lse is not None, FUSED=fused, CHUNK=max(1, min(16, 8192 // (block_g * block_v))), STAGES=tile.stages,
+            )  # fmt: skip
+        strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0)
         # Programmatic dependent launch: the kernel reads the work map before it waits for its predecessor, so the
         # first one after `plan` is launched the plain way.
-        extra = {"launch_pdl": True} if self.pdl and self._settled else {}
-        self._settled = True
-        decode.decode_kernel[(layer.num_kv_heads, self._budget(choice, layer.num_kv_heads) + rows)](
-            q, out, log, bound.cache, table, work.items, self._part, self._part_lse, self._arrived, sinks,
-            scale, softcap, v_scale,
-            q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0), bound.cache.stride(0),
-            HEADS=layer.num_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_G=block_g, **bound.shape,
-            LSE=lse is not None, FUSED=fused, CHUNK=max(1, min(16, 8192 // (block_g * block_v))),
-            STAGES=tile.stages, PDL=self.pdl, num_warps=tile.warps, **extra,
+        self._launch(
+            decode.decode_kernel, (layer.num_kv_heads, self._budget(choice, layer.num_kv_heads) + rows),
+            (q, out, log, bound.cache, table, work.items, self._part, self._part_lse, self._arrived, sinks),
+            (scale, softcap, v_scale, table.stride(0)), (*strides, bound.cache.stride(0), *bound.constants[key]),
+            warps=tile.warps, overlap=self._settled,
         )  # fmt: skip
+        self._settled = True
         if not fused:
-            decode.merge_kernel[(layer.num_heads, rows)](
-                work.cuts, self._part, self._part_lse, out, log, sinks, v_scale, out.stride(0), out.stride(1), log.stride(0),
-                HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v, CHUNK=max(1, min(64, 8192 // block_v)),
-                SINKS=bound.shape["SINKS"], LSE=lse is not None, PDL=self.pdl, num_warps=4, **({"launch_pdl": True} if self.pdl else {}),
+            key = ("merge", lse is not None)
+            if key not in bound.constants:
+                bound.constants[key] = constants_of(
+                    decode.merge_kernel, HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v,
+                    CHUNK=max(1, min(64, 8192 // block_v)), SINKS=bound.shape["SINKS"], LSE=lse is not None,
+                )  # fmt: skip
+            self._launch(
+                decode.merge_kernel, (layer.num_heads, rows), (work.cuts, self._part, self._part_lse, out, log, sinks), (v_scale,),
+                (*strides[2:], *bound.constants[key]), warps=4,
             )  # fmt: skip
 
     def _decode_shared(

@@ -40,7 +40,8 @@ def share(tiles: np.ndarray, heads: int, programs: int, window: int | None) -> t
     are programs, some get the long ones of every head."""
     ends = tiles[:, 2] + tiles[:, 1]
     first = 0 if window is None else np.maximum(tiles[:, 2] - window + 1, 0) // HOPPER_TOKENS
-    cost = 2 * (-(-ends // HOPPER_TOKENS) - first) + 3  # in halves of a KV tile: an item's start and end take as long as one and a half
+    # In halves of a KV tile; an item's start and end take as long as one and a half.
+    cost = 2 * (-(-ends // HOPPER_TOKENS) - first) + 3
     programs = min(programs, len(tiles) * heads)
     free = [(0, p) for p in range(programs)]
     owner = np.empty(len(tiles) * heads, np.int32)

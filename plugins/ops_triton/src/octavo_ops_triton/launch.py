@@ -30,8 +30,19 @@ def begin(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+def constants_of(kernel: Any, **values: Any) -> tuple[Any, ...]:
+    """The values in the order in which the kernel declares parameters of these names: what `Launcher` takes as constants.
+
+    PDL, which the launcher adds, is left out. TypeError where the names are not the kernel's last."""
+    names = tuple(kernel.arg_names[-len(values) - 1 : -1])
+    if kernel.arg_names[-1] != "PDL" or set(names) != set(values):
+        raise TypeError(f"{kernel.__name__} ends in {', '.join(kernel.arg_names)}: constants are given for {', '.join(values)}")
+    return tuple(values[name] for name in names)
+
+
 class Launcher:
-    """Calls kernels whose parameters are pointers, then numbers, then constants, the last of them PDL. For one device.
+    """Calls kernels whose parameters are copy descriptors, if it has any, then pointers, then numbers, then constants, the last
+    of them PDL. For one device.
 
     Triton's launch hooks (its profilers) see only the first launch of a kernel."""
 
@@ -50,33 +61,40 @@ class Launcher:
         *,
         warps: int,
         stages: int = 3,
+        overlap: bool = True,
+        descriptors: tuple[Any, ...] = (),
     ) -> None:
-        """numbers: integers below 2^31, declared do_not_specialize, and floats; constants: in declared order;
-        stages: how many turns of a loop with a dot have their loads in flight."""
+        """numbers: integers below 2^31, declared do_not_specialize, and floats; constants: in declared order, and among
+        them strides and the like, which Triton specialises for if they are no constexpr; stages: how many turns of a loop
+        with a dot have their loads in flight; overlap: with PDL, whether it may start before its predecessor ends;
+        descriptors: those of Triton's host API, whose boxes are the same at every launch."""
         if grid[0] == 0:
             return
         pointers = [t.data_ptr() for t in tensors]
         low = 0
         for pointer in pointers:
             low |= pointer
-        key = (id(kernel), constants, warps, stages, low % ALIGNMENT == 0, *[t.dtype for t in tensors])
+        key = (id(kernel), constants, warps, stages, low % ALIGNMENT == 0, overlap, *[t.dtype for t in tensors])
         found = self._compiled.get(key)
         if found is None:
-            self._compile(key, kernel, grid, (*tensors, *numbers, *constants, self.pdl), tensors[0].get_device(), warps, stages)
+            args = (*descriptors, *tensors, *numbers, *constants, self.pdl)
+            self._compile(key, kernel, grid, args, tensors[0].get_device(), num_warps=warps, num_stages=stages)
             return
         run, function, metadata, stream, device = found
         # None: no launch metadata and no hooks. Addresses instead of tensors: Triton need not ask the driver about them.
-        run(*grid, 1, stream(device), function, metadata, None, None, None, *pointers, *numbers, *constants, self.pdl)
+        args = (*descriptors, *pointers, *numbers, *constants, self.pdl)
+        run(*grid, 1, stream(device), function, metadata, None, None, None, *args)
 
     def _compile(
-        self, key: Any, kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], device: int, warps: int, stages: int
+        self, key: tuple[Any, ...], kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], device: int, **options: int
     ) -> None:
         """The first launch goes Triton's way; what it compiled is kept."""
-        compiled = kernel[grid](*args, num_warps=warps, num_stages=stages, **self._extra)
+        aligned, overlap = key[4:6]
+        compiled = kernel[grid](*args, **options, **(self._extra if overlap else {}))
         if compiled is None:  # Triton's interpreter compiles nothing
             return
         # Pointers that are not all aligned share a key although the kernel was compiled for some of them: go Triton's way each time.
-        if key[4]:
+        if aligned:
             stream = triton.runtime.driver.active.get_current_stream
             self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, stream, device)
 

@@ -82,8 +82,8 @@ def _attend(
 @triton.jit(do_not_specialize=["table_stride", "lse_stride_t"])
 def decode_kernel(
     q_ptr, out_ptr, lse_ptr, cache_ptr, table_ptr, items_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr,
-    scale_log2, softcap, v_scale,
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t, table_stride, page_stride,
+    scale_log2, softcap, v_scale, table_stride,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t, page_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
