@@ -45,33 +45,51 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3ForCausalLM": ("Gemma 3 1B", shape(26, 1152, 6912, 4, 1, 256, sliding_window=512)),
     "GptOssForCausalLM": ("gpt-oss 20B", shape(24, 2880, 2880, 64, 8, 64, num_local_experts=32, num_experts_per_tok=4)),
 }
-OF_PLUGINS = {"DeepseekV3ForCausalLM": ("DeepSeek V3", shape(61, 7168, 18432, 128, 128, 192, **DEEPSEEK))}
+V3 = shape(61, 7168, 18432, 128, 128, 192, **DEEPSEEK)
+V2 = shape(60, 5120, 12288, 128, 128, 192, **DEEPSEEK) | {
+    "n_routed_experts": 160, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1536, "topk_group": 3,
+    "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0,
+}  # fmt: skip
+OF_PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekV2ForCausalLM": ("DeepSeek V2", V2),
+    "DeepseekV3ForCausalLM": ("DeepSeek V3", V3),
+    "DeepseekV32ForCausalLM": ("DeepSeek V3.2", V3 | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}),
+    "DeepseekV4ForCausalLM": ("DeepSeek V4 Flash", {"num_hidden_layers": 43}),
+    "DeepseekForCausalLM": ("a 7B shape, window 4K", {k: v for k, v in shape(32, 4096, 11008, 32, 8, 128).items() if k[:3] != "max"}),
+}
 
 
-def of_a_token(spec: KVSpec) -> int:
-    """bfloat16; a latent cache's values are the front of its keys."""
-    return spec.heads * (spec.k_dim + (0 if spec.kind == "latent" else spec.v_dim)) * 2
+def of_a_token(spec: KVSpec) -> float:
+    """bfloat16; a latent cache's values are the front of its keys, and one of its entries may stand for several tokens."""
+    return spec.heads * (spec.k_dim + (0 if spec.kind == "latent" else spec.v_dim)) * 2 / spec.tokens_per_entry
 
 
 def adapter(architecture: str) -> ModelAdapter:
     if architecture in EXAMPLES:
         return DecoderAdapter(None, None)
     from octavo_models_deepseek.adapter import DeepseekAdapter
+    from octavo_models_deepseek.v4_adapter import V4Adapter
+    from octavo_models_deepseek.windowed import WindowedAdapter
 
-    return DeepseekAdapter(None, None)
+    other = {"DeepseekV4ForCausalLM": V4Adapter, "DeepseekForCausalLM": WindowedAdapter}
+    made: ModelAdapter = other.get(architecture, DeepseekAdapter)(None, None)
+    return made
 
 
 def row(architecture: str) -> str:
     name, config = (EXAMPLES | OF_PLUGINS)[architecture]
     facts = adapter(architecture).facts({**config, "architectures": [architecture]}, "bfloat16", "auto")
-    kinds = Counter((spec.window or 0, spec.kind) for spec in facts.kv_specs)
-    layers = " + ".join(f"{count} {kind} {window or ''}".strip() for (window, kind), count in sorted(kinds.items()))
+    kinds = Counter((spec.window or 0, spec.tokens_per_entry, spec.kind) for spec in facts.kv_specs)
+    layers = " + ".join(
+        f"{count} {'window' if window else kind} {window or ''}{f'1 of {every}' if every > 1 else ''}".strip()
+        for (window, every, kind), count in sorted(kinds.items())
+    )
     first = facts.layers[0]
     token = sum(map(of_a_token, facts.kv_specs))
     kept = sum(of_a_token(spec) * min(CONTEXT, spec.window or CONTEXT) for spec in facts.kv_specs)
     heads = f"{first.num_heads} ({facts.kv_specs[0].heads}), {first.k_dim}"
     size = f"{kept / 2**20:,.0f} MiB"
-    return f"| `{architecture}` | {name} | {layers} | {heads} | {token:,} | {size} |"
+    return f"| `{architecture}` | {name} | {layers} | {heads} | {token:,.0f} | {size} |"
 
 
 def table() -> list[str]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from octavo.catalog import Accept, Device, Needs, Reject
 from octavo.errors import LoadError
+from octavo.model.rotary import inverse_frequencies
 from octavo.testing.model import BareModel, right_logits, transformers_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,6 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "models_deepseek" / "src"))
 
 from octavo_models_deepseek.v4_adapter import V4Adapter, accepts
+from octavo_models_deepseek.v4_compress import PairRotary, rotated
 from octavo_models_deepseek.v4_config import read_v4
 
 TOKENS = [(7 * i + i // 3) % 64 for i in range(53)]
@@ -146,6 +150,21 @@ def test_deepseeks_own_config_keys_mean_what_transformers_makes_of_them() -> Non
     main, other = read.ropes
     assert (main.type, main.theta) == ("default", 10000.0)
     assert (other.type, other.theta, other.factor, other.attention_factor) == ("yarn", 160000.0, 16.0, 1.0)
+
+
+@pytest.mark.parametrize("position", [1 << 17, (1 << 20) - 64])
+def test_angles_at_positions_far_out_are_exact_and_turn_back(position: int) -> None:
+    """Turns are counted in float64: against numpy, to float32's last places; and no two neighbours have the same."""
+    found = read_v4(V4 | {"max_position_embeddings": 1 << 20})
+    parts: Any = SimpleNamespace(device=Device())
+    positions = position + torch.arange(64)
+    x = torch.randn(64, 3, 32, generator=torch.Generator().manual_seed(0))
+    for rope in found.ropes:
+        cos, sin = PairRotary(rope, parts).angles(positions)
+        turns = np.outer(positions.double().numpy(), inverse_frequencies(rope).double().numpy())
+        assert float((cos.double() - torch.from_numpy(np.cos(turns))).abs().max()) < 1e-7
+        assert float((cos[1:] - cos[:-1]).abs().amax(1).min()) > 0.1
+        assert float((rotated(rotated(x, (cos, sin)), (cos, sin), back=True) - x).abs().max()) < 1e-6
 
 
 def test_what_a_token_costs_is_paged_by_use() -> None:
