@@ -16,6 +16,7 @@ import signal
 import socket
 import ssl
 import stat
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
@@ -47,6 +48,7 @@ log = logging.getLogger("octavo.server")
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 16
 _MAX_FILES = 1 << 17
+_SWITCH_SECONDS = 0.001  # a thread that has tokenised waits so long for a busy loop to let it say so; 5 ms by default
 _FLUSH_SECONDS = 1.0  # for the last events of streams that the drain has ended
 _STATS_SECONDS = 10.0
 
@@ -63,6 +65,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, *, on_progre
     """
     logs.configure(server_config)
     _raise_file_limit()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Process(engine_config, server_config, on_progress).run())
 
