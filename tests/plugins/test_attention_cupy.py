@@ -331,7 +331,7 @@ def test_every_shape_has_a_kernel_that_fits_in_shared_memory(memory: tuple[int, 
                 assert (choice.shared + 1024) * choice.blocks <= memory[1]
             for hopper in (False, True):
                 tile = prefill_choice(
-                    k_dim=dim, v_dim=dim, element=element, shared_block=memory[0], hopper=hopper and memory[0] > 200_000
+                    group=4, k_dim=dim, v_dim=dim, element=element, shared_block=memory[0], hopper=hopper and memory[0] > 200_000
                 )
                 assert tile.shared <= memory[0]
 
@@ -375,7 +375,7 @@ def test_kernels_compile_without_spilling(arch: str, kernel: str, dims: tuple[in
         else:
             hopper = kernel == "prefill_hopper"
             tile = prefill_choice(
-                k_dim=dims[0], v_dim=dims[1], element=element, shared_block=memory["shared_block"], hopper=hopper
+                group=4, k_dim=dims[0], v_dim=dims[1], element=element, shared_block=memory["shared_block"], hopper=hopper
             )
             assert tile.kernel == kernel or kernel in ("write", "prologue")
             macros |= tile.macros

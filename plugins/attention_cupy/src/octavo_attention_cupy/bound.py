@@ -112,7 +112,13 @@ class Binder:
             "V_DIM": layer.v_dim,
         }
         what = f"dims {layer.k_dim} and {layer.v_dim}, {self.dtype} queries, {geometry.dtype} cache"
-        dims = {"k_dim": layer.k_dim, "v_dim": layer.v_dim, "element": geometry.element, "shared_block": self.shared_block}
+        dims = {
+            "group": layer.num_heads // layer.num_kv_heads,
+            "k_dim": layer.k_dim,
+            "v_dim": layer.v_dim,
+            "element": geometry.element,
+            "shared_block": self.shared_block,
+        }
         sinks = None if layer.sinks is None else layer.sinks.detach().to(self.device, torch.float32).contiguous()
         common = self._common(layer, geometry, cache, sinks)
         stored = {name: common[name] for name in ("cache", "page_bytes", "page", "kv_heads", "v_scale")}
@@ -121,7 +127,7 @@ class Binder:
         tile = prefill_choice(**dims, hopper=self.hopper)
         decodes = {}
         for crowded in (False, True):
-            choice = decode_choice(**dims, group=layer.num_heads // layer.num_kv_heads, shared_sm=self.shared_sm, crowded=crowded)
+            choice = decode_choice(**dims, shared_sm=self.shared_sm, crowded=crowded)
             decodes[crowded] = self._decode(group, layer, choice, softened, what, common, crowded)
         return Bound(
             layer, group, geometry, cache, sinks, decodes, tile,

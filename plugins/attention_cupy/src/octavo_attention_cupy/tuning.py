@@ -98,14 +98,15 @@ class PrefillChoice:
     macros: dict[str, int]
 
 
-def prefill_choice(*, k_dim: int, v_dim: int, element: int, shared_block: int, hopper: bool) -> PrefillChoice:
+def prefill_choice(*, group: int, k_dim: int, v_dim: int, element: int, shared_block: int, hopper: bool) -> PrefillChoice:
     """hopper: capability 9.0. Raises ValueError if no tile of 64 tokens fits in shared memory."""
     if hopper and k_dim == v_dim and k_dim in (64, 128):
-        # Queries (two sets, or one where FP8 bytes need the room), two tiles of 16-bit K and V, two of bytes, a word a thread,
+        # Queries (two sets, or one where FP8 bytes need the room), two tiles of 16-bit K and V, two of bytes; a word a thread, items
         # and barriers.
         fp8 = element == 1
-        shared = (1 if fp8 else 2) * 128 * k_dim * 2 + 2 * 128 * (k_dim + v_dim) * (3 if fp8 else 2) + 64 + 1024 + 160
-        return PrefillChoice("prefill_hopper", 128, 512 if fp8 else 384, shared, {})
+        sets = 1 if fp8 else 2
+        shared = sets * 128 * k_dim * 2 + 2 * 128 * (k_dim + v_dim) * (3 if fp8 else 2) + 64 + 1024 + sets * 48 + 160
+        return PrefillChoice("prefill_hopper", 128, 512 if fp8 else 384, shared, {"GROUP": group, "SHARED_BYTES": shared})
     most = 2 if max(k_dim, v_dim) <= 128 else 1
     for m_tiles, stages in ((most, 2), (1, 2), (1, 1)):
         rows = 4 * 16 * m_tiles

@@ -4,7 +4,7 @@
 // scores of the next tile are under way while the softmax of this one is computed, and products with V take their weights from
 // registers. Blocks stay and walk over a list of items.
 //
-// Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM, SOFTCAP.
+// Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM, SOFTCAP, GROUP (query heads a KV head), SHARED_BYTES.
 #include "prefill_hopper_copy.cuh"
 
 constexpr int K_STEPS = K_DIM / 16;
@@ -123,7 +123,7 @@ DEVICE void write_rows(const PrefillArgs& a, const Item& item, RowState& row, co
         float sum = row.sum[i];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        int r = first_row + 8 * i, token = r / a.group, head = item.head * a.group + r - token * a.group;
+        int r = first_row + 8 * i, token = r / GROUP, head = item.head * GROUP + r - token * GROUP;
         bool held = token < item.tile.tokens;
         float base = row.top[i] == NEGATIVE_INFINITY ? 0.0f : row.top[i] * scale, keep = 1.0f;
         if (a.sinks && held) {
@@ -154,26 +154,26 @@ DEVICE void arrive_once_a_warp(u64& barrier) {
 DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
     int first_row = group * 64 + warp * 16 + g;
-    Item item;
     Turn<Q_STAGES> query;
     Turn<STAGES> key, value;
     float acc[V_DIM / 2], s[64];
     u32 p[32];
     if (group == 1) give_turn(group);  // warpgroup 0 begins
-    for (int index = blockIdx.x; item_at(a, index, item); index += gridDim.x, query.next()) {
+    for (int index = blockIdx.x; index < a.count * a.kv_heads; index += gridDim.x, query.next()) {
+        barrier_wait(shared_address(&shared.q_full[query.place]), query.parity);
+        Item item = shared.items[query.place];
         RowState row;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            row.position[i] = item.tile.position + (first_row + 8 * i) / a.group;
+            row.position[i] = item.tile.position + (first_row + 8 * i) / GROUP;
             row.top[i] = NEGATIVE_INFINITY, row.sum[i] = 0;
         }
 #pragma unroll
         for (int i = 0; i < V_DIM / 2; ++i) acc[i] = 0;
-        int least = item.tile.position + group * 64 / a.group, most = item.tile.position + (group * 64 + 63) / a.group;
+        int least = item.tile.position + group * 64 / GROUP, most = item.tile.position + (group * 64 + 63) / GROUP;
         auto masked = [&](int token) { return token + TOKENS - 1 > least || (a.window > 0 && token <= most - a.window); };
         u32 queries = shared_address(shared.q[query.place]) + group * 64 * PANEL;
 
-        barrier_wait(shared_address(&shared.q_full[query.place]), query.parity);
         barrier_wait(shared_address(&shared.k_full[key.place]), key.parity);
         issue_scores(s, queries, shared_address(shared.k[key.place]));
         products_wait<0>();

@@ -19,6 +19,13 @@ constexpr int LOADERS = 96, CONVERTERS = 128;   // threads that copy queries, an
 constexpr int WARPS = 8;                        // that multiply
 static_assert(K_DIM % 64 == 0 && V_DIM % 64 == 0 && ROWS == TOKENS, "rows of 16-bit values are whole panels");
 
+struct Item {
+    PrefillTile tile;
+    int head;         // KV head
+    int low;          // first token that any row sees
+    int first, last;  // KV tiles
+};
+
 struct Shared {
     u8 q[Q_STAGES][Q_TILE];
     u8 k[STAGES][K_TILE];
@@ -26,10 +33,13 @@ struct Shared {
     u8 raw_k[STAGES][RAW_K + 16];
     u8 raw_v[STAGES][RAW_V + 16];
     float weighed[256];  // see `multiply`
+    Item items[Q_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 raw_k_full[STAGES], raw_k_empty[STAGES], raw_v_full[STAGES], raw_v_empty[STAGES];
 };
+
+static_assert(sizeof(Shared) <= SHARED_BYTES, "tuning.py asks for less shared memory than there is to hold");
 
 // A place in a ring, and the parity with which its barriers are waited for.
 template <int stages> struct Turn {
@@ -37,13 +47,6 @@ template <int stages> struct Turn {
     DEVICE void next() {
         if (++place == stages) place = 0, parity ^= 1;
     }
-};
-
-struct Item {
-    PrefillTile tile;
-    int head;         // KV head
-    int low;          // first token that any row sees
-    int first, last;  // KV tiles
 };
 
 DEVICE bool item_at(const PrefillArgs& a, int index, Item& item) {
@@ -181,7 +184,7 @@ DEVICE void copy_keys_and_values(const PrefillArgs& a, Shared& shared) {
     }
 }
 
-// By LOADERS threads: queries of every item as rows, token times query head of the group. Rows beyond the tile are zero.
+// By LOADERS threads: every item, and its queries as rows, token times query head of the group. Rows beyond the tile are zero.
 DEVICE void copy_queries(const PrefillArgs& a, Shared& shared) {
     constexpr int CHUNKS = K_DIM / 8;
     Item item;
@@ -190,13 +193,14 @@ DEVICE void copy_queries(const PrefillArgs& a, Shared& shared) {
         barrier_wait(shared_address(&shared.q_empty[turn.place]), turn.parity ^ 1);
         u32 to = shared_address(shared.q[turn.place]);
         for (int i = threadIdx.x - 32; i < ROWS * CHUNKS; i += LOADERS) {
-            int row = i / CHUNKS, chunk = i % CHUNKS, token = row / a.group, head = row - token * a.group;
+            int row = i / CHUNKS, chunk = i % CHUNKS, token = row / GROUP, head = row - token * GROUP;
             u32 place = to + wide_at(row, chunk);
             if (token < item.tile.tokens)
-                copy_16_bytes(place, a.q + (item.tile.token + token) * a.q_token + (item.head * a.group + head) * a.q_head + chunk * 8);
+                copy_16_bytes(place, a.q + (item.tile.token + token) * a.q_token + (item.head * GROUP + head) * a.q_head + chunk * 8);
             else
                 zero_16_bytes(place);
         }
+        if (threadIdx.x == 32) shared.items[turn.place] = item;
         copies_commit();
         copies_wait<0>();
         fence_copy_engine();
