@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from octavo.model.matrix import head_matrix, layer_matrix, packs
+from octavo.model.matrix import Matrix, Offers, PlainMatrix, head_matrix, layer_matrix, packs
 from torch import Tensor
 
 
@@ -32,7 +34,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_small_product_serves_the_steps_that_it_wins(unpacked: None, rows: int) -> None:
     small = Small()
     weight, x = torch.randn(24, 16).bfloat16(), torch.randn(rows, 16).bfloat16()
-    y = layer_matrix(weight, None, small)(x)
+    y = layer_matrix(weight, None, Offers(small=small))(x)
     assert small.rows == ([rows] if rows <= 2 else [])
     torch.testing.assert_close(y.double(), x.double() @ weight.double().t(), atol=0.1, rtol=0.02)
 
@@ -40,9 +42,31 @@ def test_a_small_product_serves_the_steps_that_it_wins(unpacked: None, rows: int
 def test_a_bias_or_float32_does_without_the_small_product(unpacked: None) -> None:
     small = Small()
     x = torch.randn(1, 16)
-    layer_matrix(torch.randn(24, 16), None, small)(x)
-    layer_matrix(torch.randn(24, 16).bfloat16(), torch.randn(24).bfloat16(), small)(x.bfloat16())
+    layer_matrix(torch.randn(24, 16), None, Offers(small=small))(x)
+    layer_matrix(torch.randn(24, 16).bfloat16(), torch.randn(24).bfloat16(), Offers(small=small))(x.bfloat16())
     assert small.rows == []
+
+
+class Maker:
+    """A maker of matrices with an even number of rows."""
+
+    name = "even"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool]] = []
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, *, head: bool) -> PlainMatrix | None:
+        self.asked.append((len(weight), head))
+        return None if len(weight) % 2 else PlainMatrix(weight, bias)
+
+
+@pytest.mark.parametrize(("make", "head"), [(layer_matrix, False), (head_matrix, True)])
+def test_a_matrix_is_made_by_who_offers_it_and_by_core_where_that_gives_none(make: Callable[..., Matrix], head: bool) -> None:
+    maker = Maker()
+    assert isinstance(make(torch.randn(6, 16).bfloat16(), None, Offers(matrix=maker)), PlainMatrix)
+    other = make(torch.randn(7, 16).bfloat16(), None, Offers(matrix=maker))
+    assert not isinstance(other, PlainMatrix) or not packs("cpu", torch.bfloat16)
+    assert maker.asked == [(6, head), (7, head)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -32,6 +32,7 @@ FIRST_PARTY = frozenset(
         "octavo",
         "octavo-attention-triton",
         "octavo-attention-cupy",
+        "octavo-ops-cpu",
         "octavo-ops-triton",
         "octavo-quant-awq",
         "octavo-quant-fp8",

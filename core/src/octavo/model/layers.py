@@ -6,6 +6,7 @@ how the cache is laid out or which kernel serves an operator. Stateless between 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -119,15 +120,19 @@ class GatedMLP:
         self.gate_up = parts.linear(name, hidden, widths, bias=config.mlp_bias)
         self.down = parts.linear(name, inner, {"down_proj": hidden}, bias=config.mlp_bias)
         self.activation = self.gate_up.activation
-        self._act = parts.op(f"{config.activation}_mul", self.down.activation)
+        self._name, self._act = config.activation, parts.op(f"{config.activation}_mul", self.down.activation)
+        self._gated: Callable[[Tensor], Tensor] | None = None
 
     def finish(self) -> None:
         self.gate_up.finish()
         self.down.finish()
+        fused = getattr(self.gate_up, "gated", None)
+        if fused is not None and self.down.activation == "plain":
+            self._gated = fused(self._name)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return self.down(self._act(self.gate_up(x)))
+        return self.down(self._act(self.gate_up(x)) if self._gated is None else self._gated(x))
 
 
 def mixture(name: str, mix: MixtureConfig, parts: ModelParts) -> MoE:

@@ -17,7 +17,18 @@ from octavo.catalog import Device
 from octavo.errors import PluginError
 from octavo.interfaces import ExpertsSpec, QuantizerParts, Weights
 from octavo.model.experts import PlainExperts
-from octavo.model.matrix import Matrix, PackedMatrix, PlainMatrix, SmallProduct, head_matrix, layer_matrix, packs
+from octavo.model.matrix import (
+    NOTHING,
+    Matrix,
+    MatrixMaker,
+    Offers,
+    PackedMatrix,
+    PlainMatrix,
+    SmallProduct,
+    head_matrix,
+    layer_matrix,
+    packs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +50,10 @@ class PlainLinear:
         device: torch.device,
         dtype: torch.dtype,
         head: bool = False,
-        small: SmallProduct | None = None,
+        offers: Offers = NOTHING,
     ) -> None:
         self.out_features = sum(names.values())
-        self._make, self._small = head_matrix if head else layer_matrix, small
+        self._make, self._offers = head_matrix if head else layer_matrix, offers
         self._shape, self._device, self._dtype = (self.out_features, in_features), device, dtype
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
@@ -70,7 +81,7 @@ class PlainLinear:
             self._weight[offset : offset + rows].copy_(tensor)
         self._waiting.discard(name)
         if not self._waiting:
-            self._matrix, self._weight = self._make(self._weight, self._bias, self._small), None
+            self._matrix, self._weight = self._make(self._weight, self._bias, self._offers), None
 
     def finish(self) -> None:
         if self._matrix is None:
@@ -80,6 +91,11 @@ class PlainLinear:
         """x [T, in_features] -> [T, out_features]."""
         return self._matrix(x)  # type: ignore[misc]
 
+    def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
+        """interfaces.GatedLinear, where the matrix's layout has such a product; after the weights are filled."""
+        fused = getattr(self._matrix, "gated", None)
+        return None if fused is None else fused(activation)
+
 
 class TiedLinear:
     """interfaces.Linear of an output head that is the input embedding. Where weights are packed it holds
@@ -87,8 +103,8 @@ class TiedLinear:
 
     activation = "plain"
 
-    def __init__(self, embedding: Callable[[], Tensor], out_features: int, small: SmallProduct | None = None) -> None:
-        self.out_features, self._small = out_features, small
+    def __init__(self, embedding: Callable[[], Tensor], out_features: int, offers: Offers = NOTHING) -> None:
+        self.out_features, self._offers = out_features, offers
         self._embedding = embedding
         self._matrix: Matrix | None = None
 
@@ -96,7 +112,7 @@ class TiedLinear:
         weight = self._embedding()
         if weight.shape[0] != self.out_features:
             raise RuntimeError(f"the tied head has {self.out_features} rows, the embedding {weight.shape[0]}")
-        self._matrix = head_matrix(weight, None, self._small)
+        self._matrix = head_matrix(weight, None, self._offers)
         log.info("tied head: %s", self._matrix.name)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -105,14 +121,17 @@ class TiedLinear:
 
 
 class PlainQuantizer:
-    """interfaces.Quantizer of unquantised weights. `path` is "onednn-packed" or "torch": the layers' format."""
+    """interfaces.Quantizer of unquantised weights. `path` is the layers' format: "onednn-packed" or "torch",
+    behind that of the operator "matrix" where somebody offers it."""
 
     def __init__(self, options: Any, parts: QuantizerParts) -> None:
         self._device, self._dtype = torch_device(parts.device), getattr(torch, parts.dtype)
         self._weights = parts.weights
-        self._small = cast("SmallProduct | None", parts.find("small_linear"))
+        matrix = cast("MatrixMaker | None", parts.find("matrix"))
+        self._offers = Offers(cast("SmallProduct | None", parts.find("small_linear")), matrix)
         self._experts = parts.find("experts")
-        self.path = (PackedMatrix if packs(self._device.type, self._dtype) else PlainMatrix).name
+        core = PackedMatrix if packs(self._device.type, self._dtype) else PlainMatrix
+        self.path = core.name if matrix is None else f"{matrix.name} or {core.name}"
         log.info("linear layers: %s, %s on %s", self.path, parts.dtype, self._device)
 
     def linear(
@@ -129,11 +148,11 @@ class PlainQuantizer:
             device=self._device,
             dtype=self._dtype,
             head=head,
-            small=self._small,
+            offers=self._offers,
         )
 
     def tied(self, embedding: Callable[[], Tensor], out_features: int) -> TiedLinear:
-        return TiedLinear(embedding, out_features, self._small)
+        return TiedLinear(embedding, out_features, self._offers)
 
     def experts(self, prefix: str, spec: ExpertsSpec) -> PlainExperts:
         """The routed experts of a layer. PluginError where nobody offers the operator "experts"."""

@@ -7,6 +7,7 @@ says which it was. Must never change a weight's value beyond the rounding that i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
@@ -55,6 +56,27 @@ class SmallProduct(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def wins(self, m: int, n: int, k: int) -> bool: ...
+
+
+class MatrixMaker(Protocol):
+    """The operator ("matrix", "plain"): a matrix in a layout of the provider's own, or None for one that it has no better
+    product of than this module. weight [out, in] and bias [out] or None are of the model's dtype; a head's result is
+    float32, not rounded on the way, others' is of the weight's dtype. `name` says what it is, for the log."""
+
+    name: str
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, *, head: bool) -> Matrix | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What operator providers offer for products; None where nobody does."""
+
+    small: SmallProduct | None = None
+    matrix: MatrixMaker | None = None
+
+
+NOTHING = Offers()
 
 
 class SmallMatrix:
@@ -138,20 +160,26 @@ class WideMatrix:
         return self._matrix(x.float())
 
 
-def layer_matrix(weight: Tensor, bias: Tensor | None, small: SmallProduct | None = None) -> Matrix:
+def layer_matrix(weight: Tensor, bias: Tensor | None, offers: Offers = NOTHING) -> Matrix:
     """For weight [out, in] and bias [out] of one dtype; x and the result have it too."""
+    made = None if offers.matrix is None else offers.matrix(weight, bias, head=False)
+    if made is not None:
+        return made
     if packs(weight.device.type, weight.dtype):
         return PackedMatrix(weight, bias)
-    return _with_small(weight, bias, small, PlainMatrix(weight, bias), weight.dtype)
+    return _with_small(weight, bias, offers.small, PlainMatrix(weight, bias), weight.dtype)
 
 
-def head_matrix(weight: Tensor, bias: Tensor | None, small: SmallProduct | None = None) -> Matrix:
+def head_matrix(weight: Tensor, bias: Tensor | None, offers: Offers = NOTHING) -> Matrix:
     """For an output head: x in the weight's dtype, the result float32 and not rounded on the way, because
     bfloat16 logits near 25 tie at every eighth."""
     if weight.dtype == torch.float32:
         return layer_matrix(weight, bias)
+    made = None if offers.matrix is None else offers.matrix(weight, bias, head=True)
+    if made is not None:
+        return made
     if weight.is_cuda:
-        return _with_small(weight, bias, small, CublasMatrix(weight, bias), torch.float32)
+        return _with_small(weight, bias, offers.small, CublasMatrix(weight, bias), torch.float32)
     if has_half_kernel() and float(weight.abs().max()) <= _HALF_MAX:
         return HalfMatrix(weight, bias)
     return WideMatrix(weight, bias)

@@ -1,0 +1,151 @@
+"""x W^T in bfloat16 on a processor with AVX512_BF16: the weight's layout, and the kernels over it.
+
+Owns the packed layout: [out / 16, in / 2, 16, 2], 16 outputs side by side, so that one vector holds a pair of
+inputs of each, which is what the instruction VDPBF16PS multiplies by one pair of x and adds to 16 float32 sums. A matrix
+is read once, front to back, for up to 16 rows: few rows are bound by memory. Sums are float32; the result is rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+from llvmlite import ir
+
+from octavo_ops_cpu.jit.compiler import Kernel, compile_kernel
+from octavo_ops_cpu.jit.emitter import F32, I32, ITEM, BFloat, Dtype, Emitter, Value, Variable
+from octavo_ops_cpu.kernels.activation import ACTIVATIONS
+
+BLOCK = 16
+"""Outputs of one vector."""
+
+PAIRS = ir.VectorType(BFloat(), 2 * BLOCK)
+SUMS = ir.VectorType(F32, BLOCK)
+
+UNROLL = 4
+"""Pairs of inputs of one turn of the inner loop; a matrix has a multiple of 2 * UNROLL inputs."""
+
+AHEAD = 12 << 10
+"""Bytes of the matrix that few rows ask for in advance, to the second-level cache. The processor's own prefetcher stops at
+each 4 KiB page and is late where a line is read only every 8 cycles: 16 rows took twice as long without."""
+
+L2_BYTES = 256 << 10
+"""Bytes of x that are computed at a time: such a part stays in the second-level cache for all of the matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """rows x blocks sums are held in registers (at most 28 of 32). split: sums over every split-th pair apart, so that one
+    row does not wait for its own last addition."""
+
+    rows: int
+    blocks: int = 1
+    split: int = 1
+
+
+FEW = {1: Tile(1, 1, 4), 2: Tile(2, 1, 4), 3: Tile(3, 1, 2), 4: Tile(4, 1, 2)}
+MANY = Tile(12, 2)
+
+
+def tile_for(rows: int) -> Tile:
+    """The tile for so many rows of x: one pass over the matrix up to 16."""
+    if rows > 16:
+        return MANY
+    return FEW.get(rows) or Tile(rows + rows % 2)
+
+
+@cache
+def product(tile: Tile, dtype: Dtype, gate: str = "", bias: bool = False) -> Kernel:
+    """(x, out, weight, bias, rows, outputs, inputs) -> x [rows, inputs] bfloat16 times the packed weight, plus bias
+    float32 [outputs], stored as dtype in out [rows, outputs]; with a gate out is [rows, outputs / 2], gate(left) * right."""
+    name = f"linear_{tile.rows}x{tile.blocks}_{dtype}{gate and '_' + gate}{'_bias' * bias}"
+    return compile_kernel(name, 7, partial(_body, tile, dtype, gate, bias))
+
+
+def _body(
+    tile: Tile,
+    dtype: Dtype,
+    gate: str,
+    with_bias: bool,
+    e: Emitter,
+    thread: Value,
+    threads: Value,
+    x: Value,
+    out: Value,
+    weight: Value,
+    bias: Value,
+    rows: Value,
+    outputs: Value,
+    inputs: Value,
+) -> None:
+    """Threads take equal shares of the result's blocks. What a tile has too many, of rows or of blocks, repeats its last."""
+    width = outputs // 2 if gate else outputs
+    first, end = e.share(width // BLOCK, thread, threads)
+    stream = inputs * (2 * BLOCK)  # bytes of a block of the weight
+    per_tile = inputs * (2 * tile.rows)
+    cut = e.larger(e.i64(L2_BYTES) // per_tile, 1) if tile is MANY else e.i64(1)  # tiles at a time
+    panel = e.stack(cut * per_tile) if tile.rows > 1 else x
+    columns = max(1, tile.blocks // (2 if gate else 1))
+
+    def finish(sums: list[Value], columns: list[Value]) -> Value:
+        """Of the sums of one row and block (and of its partner)."""
+        if with_bias:
+            sums = [s + e.load(bias + column * 4, "float32") for s, column in zip(sums, columns, strict=True)]
+        return ACTIVATIONS[gate](e, sums[0]) * sums[1] if gate else sums[0]
+
+    with e.loop(0, rows, cut * tile.rows) as top:
+        bottom = e.smaller(top + cut * tile.rows, rows)
+        if tile.rows > 1:
+            _pack(e, tile, x, panel, top, bottom, rows, inputs)
+        with e.loop(first, end, columns) as block, e.loop(top, bottom, tile.rows) as row:
+            blocks = [e.smaller(block + c, end - 1) for c in range(columns)]
+            lines = [e.smaller(row + r, rows - 1) for r in range(tile.rows)]
+            source = panel + (row - top) * inputs * 2
+            streams = [weight + b * stream for b in blocks]
+            if gate:
+                streams += [s + width // BLOCK * stream for s in streams]
+            # All blocks of a tile in one pass over x, or, where they would not fit into registers, one after the other.
+            fits = len(streams) * tile.rows <= 28
+            found = _sums(e, tile, source, streams, inputs) if fits else [_sums(e, tile, source, [s], inputs)[0] for s in streams]
+            for c, b in enumerate(blocks):
+                at = [b * BLOCK, b * BLOCK + width][: 2 if gate else 1]
+                for r, line in enumerate(lines):
+                    result = finish([found[c + i * columns][r] for i in range(len(at))], at)
+                    e.store(result, out + (line * width + at[0]) * ITEM[dtype], dtype)
+
+
+def _pack(e: Emitter, tile: Tile, x: Value, panel: Value, top: Value, bottom: Value, rows: Value, inputs: Value) -> None:
+    """Rows [top, bottom) of x as [tiles, inputs / 2, tile.rows, 2]: what a tile reads is one stream."""
+    with e.loop(top, bottom, tile.rows) as row:
+        target = panel + (row - top) * inputs * 2
+        sources = [x + e.smaller(row + r, rows - 1) * inputs * 2 for r in range(tile.rows)]
+        with e.loop(0, inputs // 2) as pair:
+            for r, source in enumerate(sources):
+                e.store_raw(e.load_raw(source + pair * 4, I32, 4), target + (pair * tile.rows + r) * 4, 4)
+
+
+def _sums(e: Emitter, tile: Tile, source: Value, streams: list[Value], inputs: Value) -> list[list[Value]]:
+    """For each stream (the address of a block of the weight) and each row of a tile, 16 sums over all inputs."""
+    zero = e.splat(0.0, BLOCK)
+    rows = range(tile.rows)
+    sums = [[[Variable(e, zero) for _ in rows] for _ in streams] for _ in range(tile.split)]
+    with e.loop(0, inputs // 2, UNROLL) as first:
+        for u in range(UNROLL):
+            pair = first + u
+            weights = [e.load_raw(s + pair * (4 * BLOCK), PAIRS, 64) for s in streams]
+            if tile is not MANY:
+                e.prefetch(streams[0] + pair * (4 * BLOCK) + AHEAD)
+            for r in rows:
+                mine = e.bits(e.splat(e.load_raw(source + (pair * tile.rows + r) * 4, I32, 4), BLOCK), PAIRS)
+                for b, weights_of_block in enumerate(weights):
+                    variable = sums[u % tile.split][b][r]
+                    variable.set(_dot(e, variable.get(), weights_of_block, mine))
+    return [
+        [sum((sums[part][b][r].get() for part in range(1, tile.split)), sums[0][b][r].get()) for r in rows]
+        for b in range(len(streams))
+    ]
+
+
+def _dot(e: Emitter, sums: Value, a: Value, b: Value) -> Value:
+    """sums + a0 b0 + a1 b1 in each of 16 lanes: VDPBF16PS."""
+    return e.call("llvm.x86.avx512bf16.dpbf16ps.512", SUMS, [sums, a, b])
