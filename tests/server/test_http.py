@@ -592,3 +592,15 @@ def test_a_full_queue_is_429_with_a_time_to_wait_and_clears_by_itself(server: Se
         sock.close()
     server.idle(2)
     ask(client, "/v1/completions", TEXT)
+
+
+def test_a_connection_that_is_used_again_is_answered_at_once(server: Server) -> None:
+    """An answer leaves in two writes: with Nagle's algorithm the second waits 40 ms for the client's delayed acknowledgement."""
+    with server.client() as client:
+        client.get("/version").raise_for_status()
+        waits = []
+        for _ in range(20):
+            began = time.perf_counter()
+            client.get("/version").raise_for_status()
+            waits.append(time.perf_counter() - began)
+    assert sorted(waits)[len(waits) // 2] < 0.035, waits
