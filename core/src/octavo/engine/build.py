@@ -241,6 +241,7 @@ def _model(
             tied=quantizer.tied,
             attention=attention,
             op=operators,
+            find=operators.find,
             experts=getattr(quantizer, "experts", _no_experts(plan.quantizer.name)),
         ),
     )

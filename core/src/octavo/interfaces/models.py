@@ -46,7 +46,7 @@ class Attention(Protocol):
 @dataclass(frozen=True, slots=True)
 class ModelParts:
     """What a model is built from. `attention` registers a layer and returns what writes its cache and attends;
-    `op` resolves a fused operator."""
+    `op` resolves a fused operator, `find` one that nobody has to offer (None: nobody does)."""
 
     device: Device
     dtype: str
@@ -57,6 +57,7 @@ class ModelParts:
     attention: Callable[[AttentionLayer], Attention]
     op: Callable[..., Callable[..., Any]]
     experts: Callable[[str, ExpertsSpec], Experts]
+    find: Callable[[str], Callable[..., Any] | None] = lambda name: None
 
 
 class Model(Protocol):

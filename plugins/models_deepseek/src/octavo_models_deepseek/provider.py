@@ -31,3 +31,21 @@ provider = Provider(
     accepts=accepts,
     summary="DeepSeek: latent attention and mixture of experts: " + ", ".join(FAMILIES),
 )
+
+
+def accepts_triton(needs: Needs, options: Any) -> Accept | Reject:
+    """Triton's devices: CUDA from 8.0."""
+    device = needs.device
+    if device.type != "cuda" or device.capability < (8, 0):
+        return Reject(f"device is {device.type} {device.capability}: Triton operators need CUDA 8.0 or later")
+    return Accept({}, "V4's hyper-connections in two kernels")
+
+
+OPERATORS = Provider(
+    name="deepseek-triton",
+    kind="operators",
+    load="octavo_models_deepseek.hyper_kernels:TritonOperators",
+    priority=22,
+    accepts=accepts_triton,
+    summary="Hyper-connections of DeepSeek V4, two Triton kernels around a block (CUDA 8.0 and later)",
+)

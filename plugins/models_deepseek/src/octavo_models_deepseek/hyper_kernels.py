@@ -1,0 +1,125 @@
+"""Hyper-connections in Triton: opening a block's lanes is one kernel, closing them another, where plain torch needs over a hundred.
+
+The operators "hyper_open" and "hyper_close"; the formulas, their shapes and the oracle are `hyper.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from octavo.interfaces import OperatorParts
+from torch import Tensor
+
+
+@triton.jit
+def open_kernel(
+    lanes_ptr, weights_ptr, base_ptr, scale_ptr, into_ptr, back_ptr, mix_ptr, hidden, eps, norm_eps,
+    LANES: tl.constexpr, PADDED: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program t: the input of a block, the shares of its output and the mixing matrix of token t. weights float32 [T, (2 + n) n],
+    of lanes that are not normalised yet: the norm is a factor."""
+    token = tl.program_id(0).to(tl.int64)
+    lanes = lanes_ptr + token * LANES * hidden
+    d = tl.arange(0, BLOCK)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, LANES * hidden, BLOCK):
+        x = tl.load(lanes + start + d, mask=start + d < LANES * hidden, other=0.0)
+        squares += x * x
+    norm = tl.rsqrt(tl.sum(squares, 0) / (LANES * hidden) + norm_eps)
+
+    i = tl.arange(0, PADDED)
+    held = i < LANES
+    weights = weights_ptr + token * (2 + LANES) * LANES
+    into = tl.load(weights + i, mask=held, other=0.0) * norm * tl.load(scale_ptr) + tl.load(base_ptr + i, mask=held, other=0.0)
+    into = tl.where(held, tl.sigmoid(into) + eps, 0.0)
+    at = LANES + i
+    back = tl.load(weights + at, mask=held, other=0.0) * norm * tl.load(scale_ptr + 1) + tl.load(
+        base_ptr + at, mask=held, other=0.0
+    )
+    tl.store(back_ptr + token * LANES + i, 2.0 * tl.sigmoid(back), mask=held)
+    both = held[:, None] & held[None, :]
+    at = 2 * LANES + i[:, None] * LANES + i[None, :]
+    mix = tl.load(weights + at, mask=both, other=0.0) * norm * tl.load(scale_ptr + 2) + tl.load(
+        base_ptr + at, mask=both, other=0.0
+    )
+    mix = tl.where(both, mix, float("-inf"))
+    top = tl.max(mix, 1)
+    mix = tl.exp(mix - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    total = tl.sum(mix, 1)
+    mix = tl.where(both, mix / tl.where(total == 0.0, 1.0, total)[:, None] + eps, 0.0)
+    mix = mix / (tl.sum(mix, 0) + eps)[None, :]
+    for _ in tl.range(TURNS - 1):
+        mix = mix / (tl.sum(mix, 1) + eps)[:, None]
+        mix = mix / (tl.sum(mix, 0) + eps)[None, :]
+    tl.store(mix_ptr + token * LANES * LANES + i[:, None] * LANES + i[None, :], mix, mask=both)
+
+    for start in tl.range(0, hidden, BLOCK):
+        mask = held[:, None] & (start + d < hidden)[None, :]
+        x = tl.load(lanes + i[:, None] * hidden + start + d[None, :], mask=mask, other=0.0)
+        tl.store(into_ptr + token * hidden + start + d, tl.sum(x * into[:, None], 0), mask=start + d < hidden)
+
+
+@triton.jit
+def close_kernel(
+    lanes_ptr,
+    out_ptr,
+    back_ptr,
+    mix_ptr,
+    new_ptr,
+    hidden,
+    out_stride,
+    LANES: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (t, b): BLOCK channels of the lanes of token t after a block's output."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, PADDED)
+    held = i < LANES
+    out = tl.load(out_ptr + token * out_stride + d, mask=d < hidden, other=0.0).to(tl.float32)
+    new = tl.load(back_ptr + token * LANES + i, mask=held, other=0.0)[:, None] * out[None, :]
+    for k in tl.static_range(LANES):
+        lane = tl.load(lanes_ptr + (token * LANES + k) * hidden + d, mask=d < hidden, other=0.0)
+        new += tl.load(mix_ptr + (token * LANES + k) * LANES + i, mask=held, other=0.0)[:, None] * lane[None, :]
+    place = new_ptr + (token * LANES + i[:, None]) * hidden + d[None, :]
+    tl.store(place, new, mask=held[:, None] & (d < hidden)[None, :])
+
+
+def hyper_open(
+    lanes: Tensor, weights: Tensor, base: Tensor, scale: Tensor, turns: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`hyper.hyper_open`."""
+    tokens, count, hidden = lanes.shape
+    into, back, mix = lanes.new_empty(tokens, hidden), lanes.new_empty(tokens, count), lanes.new_empty(tokens, count, count)
+    if tokens:
+        open_kernel[(tokens,)](
+            lanes, weights, base, scale, into, back, mix, hidden, eps, norm_eps, LANES=count, PADDED=triton.next_power_of_2(count),
+            TURNS=turns, BLOCK=1024, num_warps=8,
+        )  # fmt: skip
+    return into, back, mix
+
+
+def hyper_close(lanes: Tensor, out: Tensor, back: Tensor, mix: Tensor) -> Tensor:
+    """`hyper.hyper_close`."""
+    tokens, count, hidden = lanes.shape
+    new = torch.empty_like(lanes)
+    if tokens:
+        close_kernel[(tokens, triton.cdiv(hidden, 512))](
+            lanes, out, back, mix, new, hidden, out.stride(0), LANES=count, PADDED=triton.next_power_of_2(count), BLOCK=512, num_warps=4,
+        )  # fmt: skip
+    return new
+
+
+class TritonOperators:
+    """interfaces.Operators: hyper-connections."""
+
+    def __init__(self, options: Any, parts: OperatorParts) -> None:
+        self.ops: Mapping[tuple[str, str], Callable[..., Any]] = {
+            ("hyper_open", "plain"): hyper_open,
+            ("hyper_close", "plain"): hyper_close,
+        }
