@@ -10,35 +10,25 @@ each kernel skips the rows of the other. A graph may be captured where every row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import triton
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step, StepHost
-from octavo.transfer import to_device
 from octavo_ops_triton.launch import Launcher, constants_of
 
+from octavo_attention_triton.bound import Bound, WorkMap
 from octavo_attention_triton.cascade import Cascade, worth
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
-from octavo_attention_triton.kernels import decode, prefill, prologue, widen, write
+from octavo_attention_triton.kernels import decode, prologue, write
 from octavo_attention_triton.kernels import shared as cascade_kernels
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N, MAX_PARTS
-from octavo_attention_triton.prefill_tiles import Items, tile_list
+from octavo_attention_triton.prefilling import Prefill
 from octavo_attention_triton.provider import FP8, TritonOptions
-from octavo_attention_triton.tuning import (
-    HOPPER_TOKENS,
-    DecodeChoice,
-    Tile,
-    decode_block_n,
-    decode_choice,
-    hopper_prefill_fits,
-    prefill_tile,
-)
-from octavo_attention_triton.widening import Batch, batches, pays, workspace_pages
+from octavo_attention_triton.tuning import DecodeChoice, decode_block_n, decode_choice
 
-LOG2E = 1.4426950408889634
 MAX_SPLITS = 512
 VALUES_APART = 128
 """Tokens of a step with chunks from which transposed values are stored by a kernel of their own; fewer are a launch too many."""
@@ -53,35 +43,6 @@ def _pow2(n: int) -> int:
     return int(triton.next_power_of_2(n))
 
 
-@dataclass(slots=True)
-class WorkMap:
-    """One decode work map: rows of one block table, cut for layers of one window, tile and head count."""
-
-    window: int | None
-    block_n: int
-    kv_heads: int
-    alone: DecodeChoice
-    crowded: DecodeChoice
-    items: torch.Tensor  # int32 [largest budget + max rows, ITEM]
-    cuts: torch.Tensor  # int32 [max rows, INFO]
-
-
-@dataclass(slots=True)
-class Bound:
-    """One layer, ready to launch: cache, constants of its kernels, and its work map."""
-
-    layer: AttentionLayer
-    group: int
-    cache: torch.Tensor
-    geometry: PageGeometry
-    work: WorkMap
-    sinks: torch.Tensor | None
-    shape: dict[str, Any]  # constexprs that decode and prefill share
-    descriptor: Any = None  # of the cache, or of the workspace, where the Hopper prefill kernel serves this layer
-    wide_pages: int = 0  # that the workspace holds of this layer, if its cache is FP8 and the Hopper kernel serves it
-    constants: dict[Any, tuple[Any, ...]] = field(default_factory=dict)  # of kernels launched before, as the launcher takes them
-
-
 class TritonAttention:
     """`octavo.interfaces.AttentionBackend` on Triton. graphs "decode": a step of one token a row may be captured."""
 
@@ -90,15 +51,15 @@ class TritonAttention:
     def __init__(self, options: TritonOptions, parts: AttentionParts) -> None:
         self.options = options
         self.dtype: torch.dtype = getattr(torch, parts.dtype)
-        self._dtype_name = parts.dtype
         on_cuda = parts.device.type == "cuda"
         self.device = torch.device("cuda", parts.device.index) if on_cuda else torch.device(parts.device.type)
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         # Large tiles need 160 KiB of shared memory: compute capability 8.0 and 9.0 have it, 8.6 and 8.9 do not.
         self.roomy = not on_cuda or torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin >= 160 << 10
         self.pdl = on_cuda and parts.device.capability >= (9, 0)
-        self.hopper = on_cuda and parts.device.capability[0] == 9
         self._launch = Launcher(pdl=self.pdl)
+        hopper = on_cuda and parts.device.capability[0] == 9
+        self._prefill = Prefill(options, parts.dtype, self.device, self._launch, hopper=hopper, roomy=self.roomy, sms=self.sms)
         # Whether a kernel since `plan` has waited for it: until then no kernel may start before it ends.
         self._settled = False
         self._layers: dict[int, Bound] = {}
@@ -127,9 +88,10 @@ class TritonAttention:
         self.limits = limits
         rows = limits.max_num_seqs
         partials = 1
-        self._workspace = self._make_workspace(groups)
-        for bound in groups:
-            geometry = self._geometry(bound.group.spec, bound.group.block_size)
+        geometries = [self._geometry(bound.group.spec, bound.group.block_size) for bound in groups]
+        layers = [(layer, g) for bound, g in zip(groups, geometries, strict=True) for layer in bound.layers]
+        self._prefill.bind(layers, limits.max_model_len)
+        for bound, geometry in zip(groups, geometries, strict=True):
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
                 if layer.window is None and bound.group.spec.window is not None:
                     layer = replace(layer, window=bound.group.spec.window)
@@ -138,7 +100,7 @@ class TritonAttention:
                 self._layers[layer.index] = Bound(
                     layer, bound.group.index, cache, geometry, work,
                     None if layer.sinks is None else layer.sinks.detach().to(self.device).contiguous(),
-                    self._shape(layer, geometry), self._descriptor(layer, cache, geometry), self._wide_pages(layer, geometry),
+                    self._shape(layer, geometry), self._prefill.descriptor(layer, cache, geometry), self._prefill.wide_pages(layer, geometry),
                 )  # fmt: skip
                 partials = max(partials, work.items.shape[0] * layer.num_heads)
         width = max((b.layer.v_dim for b in self._layers.values()), default=1)
@@ -159,54 +121,6 @@ class TritonAttention:
         parts = MAX_PARTS + 1  # the last place is for what a row has of its own
         self._shared = torch.zeros((parts, values), dtype=torch.float32, device=self.device)
         self._shared_lse = torch.zeros((parts, sums), dtype=torch.float32, device=self.device)
-
-    def _hopper_fits(self, layer: AttentionLayer, g: PageGeometry) -> bool:
-        """Whether the Hopper kernel prefills this layer: from its cache, or from FP8 pages that are widened for it."""
-        return (
-            self.hopper
-            and self.options.prefill != "portable"
-            and hopper_prefill_fits(
-                k_dim=g.k_dim,
-                v_dim=g.v_dim,
-                page=g.page,
-                group=layer.num_heads // layer.num_kv_heads,
-                dtype=self._dtype_name,
-                kv_dtype=self._dtype_name if g.dtype in FP8 else g.dtype,
-                row_align=self.options.row_align,
-            )
-        )
-
-    def _wide_pages(self, layer: AttentionLayer, g: PageGeometry) -> int:
-        """Pages of the workspace for FP8 pages of this layer; 0 where it needs none."""
-        if g.dtype not in FP8 or not self._hopper_fits(layer, g):
-            return 0
-        return workspace_pages(g, self.dtype.itemsize, self.limits.max_model_len)
-
-    def _make_workspace(self, groups: Sequence[BoundGroup]) -> torch.Tensor:
-        """16-bit values, as many as the largest layer needs; all layers share them."""
-        most = 0
-        for bound in groups:
-            g = self._geometry(bound.group.spec, bound.group.block_size)
-            pages = max((self._wide_pages(layer, g) for layer in bound.layers), default=0)
-            most = max(most, pages * g.heads * g.page * (g.k_dim + g.v_dim))
-        return torch.empty(most, dtype=self.dtype, device=self.device)
-
-    def _descriptor(self, layer: AttentionLayer, cache: torch.Tensor, g: PageGeometry) -> Any:
-        """The copy descriptor of what the Hopper kernel reads if it prefills this layer, else None. ValueError if it is asked
-        for and cannot."""
-        if self._hopper_fits(layer, g):
-            from octavo_attention_triton.kernels import hopper_prefill
-
-            pages = self._wide_pages(layer, g)
-            wide = self._workspace[: pages * g.heads * g.page * (g.k_dim + g.v_dim)]
-            return hopper_prefill.descriptor(wide if pages else cache, g.k_dim, g.page)
-        if self.options.prefill == "hopper":
-            raise ValueError(
-                f"layer {layer.index}: prefill=hopper needs capability 9, and a cache in the query dtype or FP8, of dim 64 or 128 without "
-                f"row padding; this is {g.dtype} for {self._dtype_name} queries, dims {g.k_dim} and {g.v_dim}, page {g.page}, "
-                f"{layer.num_heads // layer.num_kv_heads} heads a KV head"
-            )
-        return None
 
     def _check(self, layer: AttentionLayer, cache: torch.Tensor, geometry: PageGeometry) -> None:
         pages = (cache.shape[0], geometry.elements)
@@ -271,37 +185,8 @@ class TritonAttention:
                 heads = max(b.layer.num_kv_heads for b in self._layers.values() if b.shape["GROUP"] == group)
                 cascade.update(shared, step.host, heads, self.sms)
             return
-        lists: dict[tuple[Any, ...], torch.Tensor | Items] = {}
-        widened: dict[tuple[Any, ...], Sequence[Batch] | None] = {}
-        widens = self.options.prefill == "hopper" or pays(step.host)
-        for bound in self._layers.values():
-            if bound.wide_pages and widens:
-                layer, page, wide = bound.layer, bound.geometry.page, self._wide_key(bound)
-                if wide not in widened:
-                    kind = (bound.shape["GROUP"], layer.num_kv_heads, self.sms, layer.window)
-                    widened[wide] = batches(step.host, *kind, page, bound.wide_pages, self.device)
-                if widened[wide] is not None:
-                    continue
-            key = self._list_key(bound, step)
-            if key not in lists:
-                tokens, window, heads = key
-                tiles = tile_list(step.host, tokens, window)
-                lists[key] = Items.share(tiles, heads, self.sms, window, self.device) if heads else to_device(tiles, self.device)
-        step.scratch["triton.tiles"], step.scratch["triton.widened"] = lists, widened
+        self._prefill.prepare(step, self._layers.values())
         step.scratch["triton.decodes"] = bool((step.host.query_lens == 1).any())
-
-    def _list_key(self, bound: Bound, step: Step) -> tuple[int, int | None, int]:
-        """Query tokens of a tile, window, and, of layers that the Hopper kernel serves, KV heads (else 0)."""
-        if bound.descriptor is not None and not bound.wide_pages:
-            return HOPPER_TOKENS // int(bound.shape["GROUP"]), bound.layer.window, bound.layer.num_kv_heads
-        return self._prefill_tile(bound, step).block_m // int(bound.shape["GROUP"]), bound.layer.window, 0
-
-    def _prefill_tile(self, bound: Bound, step: Step) -> Tile:
-        return prefill_tile(
-            group=bound.shape["GROUP"], dim=max(bound.layer.k_dim, bound.layer.v_dim),
-            kv_bytes=ELEMENT_BYTES[bound.geometry.dtype], query_bytes=self.dtype.itemsize, tokens=step.host.max_query_len,
-            roomy=self.roomy,
-        )  # fmt: skip
 
     def variant(self, host: StepHost) -> str:
         """`octavo.interfaces.StepVariants`."""
@@ -406,25 +291,19 @@ class TritonAttention:
         if not prefills or step.scratch["triton.decodes"]:
             self._decode(bound, step, q, out, lse)
         if prefills:
-            self._prefill(bound, step, q, out, lse)
+            self._prefill.run(bound, step, q, out, lse)
         return out
-
-    def _numbers(self, bound: Bound) -> tuple[float, float, float]:
-        layer = bound.layer
-        fp8 = bound.cache.dtype in write.FP8_MAX
-        k_scale, v_scale = (layer.k_scale, layer.v_scale) if fp8 else (1.0, 1.0)
-        return layer.scale * k_scale * LOG2E, layer.softcap * LOG2E, v_scale
 
     def _decode(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         layer, work, table = bound.layer, bound.work, step.tables[bound.group]
         rows, group = step.seq_lens.shape[0], bound.shape["GROUP"]
-        scale, softcap, v_scale = self._numbers(bound)
+        scale, softcap, v_scale = bound.numbers()
         choice = self._pick(work, rows)
         tile, fused = choice.tile, choice.fused
         block_g, block_v = _pow2(group), bound.shape["BLOCK_V"]
         log = self._nothing if lse is None else lse
         sinks = self._nothing if bound.sinks is None else bound.sinks
-        key = ("decode", choice, lse is not None)
+        key: tuple[Any, ...] = ("decode", choice, lse is not None)
         if key not in bound.constants:
             bound.constants[key] = constants_of(
                 decode.decode_kernel, HEADS=layer.num_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_G=block_g, **bound.shape,
@@ -462,7 +341,7 @@ class TritonAttention:
         own = parts[-1, : rows * layer.num_heads * layer.v_dim].view(rows, layer.num_heads, layer.v_dim)
         own_lse = sums[-1, : rows * layer.num_heads].view(rows, layer.num_heads)
         self._decode(bound, step, q, own, own_lse)
-        scale, softcap, v_scale = self._numbers(bound)
+        scale, softcap, v_scale = bound.numbers()
         shape = {k: v for k, v in bound.shape.items() if k not in ("WINDOW", "SINKS")}
         cascade_kernels.shared_kernel[(cascade.tiles_for(rows), layer.num_kv_heads, MAX_PARTS)](
             q, parts, sums, bound.cache, table, cascade.tiles, cascade.members, scale, softcap, v_scale,
@@ -477,65 +356,6 @@ class TritonAttention:
             HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_H=block_h, BLOCK_V=block_v, LSE=lse is not None, num_warps=4,
         )  # fmt: skip
         return out
-
-    def _wide_key(self, bound: Bound) -> tuple[Any, ...]:
-        """Layers of one key widen the same pages of their caches."""
-        return bound.shape["GROUP"], bound.layer.num_kv_heads, bound.layer.window, bound.geometry.page, bound.wide_pages
-
-    def _prefill(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        layer, table, shape = bound.layer, step.tables[bound.group], bound.shape
-        if bound.wide_pages and (found := step.scratch["triton.widened"].get(self._wide_key(bound))) is not None:
-            for batch in found:
-                self._widen(bound, table, batch.pages)
-                self._hopper_prefill(bound, batch.table, batch.items, q, out, lse)
-            return
-        tiles = step.scratch["triton.tiles"][self._list_key(bound, step)]
-        if bound.descriptor is not None and not bound.wide_pages:
-            self._hopper_prefill(bound, table, tiles, q, out, lse)
-            return
-        scale, softcap, v_scale = self._numbers(bound)
-        log = self._nothing if lse is None else lse
-        sinks = self._nothing if bound.sinks is None else bound.sinks
-        strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), table.stride(0)
-        tile = self._prefill_tile(bound, step)
-        prefill.prefill_kernel[(tiles.shape[0], layer.num_kv_heads)](
-            q, out, log, bound.cache, table, tiles, sinks, scale, softcap, v_scale, layer.window or 0, *strides, bound.cache.stride(0),
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shape,
-            LSE=lse is not None, STAGES=tile.stages, num_warps=tile.warps,
-        )  # fmt: skip
-
-    def _widen(self, bound: Bound, table: torch.Tensor, pages: torch.Tensor) -> None:
-        """Pages of the layer's cache into the workspace."""
-        g = bound.geometry
-        widen.widen_kernel[(pages.shape[0], g.heads)](
-            bound.cache, table, pages, self._workspace, table.stride(0), bound.cache.stride(0),
-            HEADS=g.heads, K_DIM=g.k_dim, V_DIM=g.v_dim, BLOCK_K=_pow2(g.k_dim), BLOCK_V=_pow2(g.v_dim), BLOCK_P=_pow2(g.page),
-            PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base, V_TRANSPOSED=g.v_transposed, num_warps=4,
-        )  # fmt: skip
-
-    def _hopper_prefill(
-        self, bound: Bound, table: torch.Tensor, items: Items, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> None:
-        from octavo_attention_triton.kernels import hopper_prefill as hopper
-
-        layer, shape = bound.layer, bound.shape
-        scale, softcap, v_scale = self._numbers(bound)
-        log = self._nothing if lse is None else lse
-        sinks = self._nothing if bound.sinks is None else bound.sinks
-        key = ("hopper_prefill", lse is not None)
-        if key not in bound.constants:
-            bound.constants[key] = constants_of(
-                hopper.hopper_prefill_kernel, GROUP=shape["GROUP"], DIM=shape["K_DIM"], BLOCK_N=hopper.BLOCK_N,
-                BOX=min(shape["PAGE"], hopper.BLOCK_N), PAGE=shape["PAGE"], STAGES=hopper.STAGES, SOFTCAP=shape["SOFTCAP"],
-                WINDOW=shape["WINDOW"], SINKS=shape["SINKS"], LSE=lse is not None,
-            )  # fmt: skip
-        strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), 2 * layer.num_kv_heads * shape["PAGE"]
-        self._launch(
-            hopper.hopper_prefill_kernel, (items.starts.shape[0] - 1, 1),
-            (q, out, log, table, items.records, items.starts, sinks),
-            (layer.num_kv_heads, layer.window or 0, scale, softcap, v_scale, table.stride(0)), (*strides, *bound.constants[key]),
-            warps=4, overlap=False, descriptors=(bound.descriptor,),
-        )  # fmt: skip
 
     # ------------------------------------------------------------ whole blocks
 
