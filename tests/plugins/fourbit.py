@@ -183,6 +183,21 @@ def quantised(
     return stored, stands_for
 
 
+def mixture_of_experts(
+    weights: Mapping[str, Tensor], hidden: int, inner: int, *, layers: int, experts: int = 4
+) -> dict[str, Tensor]:
+    """A tiny model's tensors with Mixtral's router and experts in place of every MLP."""
+    random = torch.Generator().manual_seed(3)
+    made = {name: tensor for name, tensor in weights.items() if ".mlp." not in name}
+    for layer in range(layers):
+        module = f"model.layers.{layer}.block_sparse_moe"
+        made[f"{module}.gate.weight"] = torch.randn(experts, hidden, generator=random)
+        for e in range(experts):
+            for name, shape in (("w1", (inner, hidden)), ("w3", (inner, hidden)), ("w2", (hidden, inner))):
+                made[f"{module}.experts.{e}.{name}.weight"] = 0.3 * torch.randn(shape, generator=random)
+    return made
+
+
 class Installed:
     """The plugin as pip leaves it: its package and its dist-info on the path, for as long as the context lasts."""
 

@@ -16,7 +16,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.plugins import discover
 from safetensors.torch import save_file
 
-from tests.plugins.fourbit import LAYOUTS, Installed, quantised
+from tests.plugins.fourbit import LAYOUTS, Installed, mixture_of_experts, quantised
 from tests.tiny import tiny_config, tiny_weights, write_text_files
 
 PROMPTS = [[5 + (7 * i) % 500 for i in range(n)] for n in (3, 40)]
@@ -45,14 +45,7 @@ def pair(
     config = tiny_config(**SHAPE, **over)
     weights = tiny_weights(config)
     if experts:
-        weights = {name: tensor for name, tensor in weights.items() if ".mlp." not in name}
-        hidden, random = config["hidden_size"], torch.Generator().manual_seed(3)
-        for layer in range(config["num_hidden_layers"]):
-            module = f"model.layers.{layer}.block_sparse_moe"
-            weights[f"{module}.gate.weight"] = torch.randn(4, hidden, generator=random)
-            for e in range(4):
-                for name, shape in (("w1", (INNER, hidden)), ("w3", (INNER, hidden)), ("w2", (hidden, INNER))):
-                    weights[f"{module}.experts.{e}.{name}.weight"] = 0.3 * torch.randn(shape, generator=random)
+        weights = mixture_of_experts(weights, config["hidden_size"], INNER, layers=config["num_hidden_layers"])
     stored, stands_for = quantised(weights, LAYOUTS[layout], group, plain)
     settings = LAYOUTS[layout].config(group)
     if plain:

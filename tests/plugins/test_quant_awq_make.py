@@ -19,11 +19,12 @@ from octavo.errors import ConfigError, QuantizeError
 from octavo.plugins import discover
 from safetensors.torch import load_file, save_file
 
-from tests.plugins.fourbit import Installed
+from tests.plugins.fourbit import Installed, mixture_of_experts
 from tests.tiny import tiny_config, tiny_llama, tiny_weights, write_text_files
 
 TEXT = (Path(__file__).parents[1] / "data" / "calibration.txt").read_text()
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,8 +109,9 @@ def test_a_clip_never_makes_the_products_of_a_group_worse() -> None:
         {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
         {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie": True},
         {"num_key_value_heads": 4},
+        MIXTRAL,
     ],
-    ids=["gqa", "biases", "tied", "mha"],
+    ids=["gqa", "biases", "tied", "mha", "experts"],
 )
 def test_folded_scales_leave_the_function_of_the_model_as_it_was(over: dict[str, Any], tmp_path: Path) -> None:
     """Whatever scales the search finds: with weights rounded so finely that rounding does not show, the new checkpoint is the
@@ -119,7 +121,10 @@ def test_folded_scales_leave_the_function_of_the_model_as_it_was(over: dict[str,
     config = tiny_config(**SHAPE, **over)
     source = tmp_path / "model"
     source.mkdir()
-    save_file(tiny_weights(config), source / "model.safetensors")
+    weights = tiny_weights(config)
+    if "num_local_experts" in config:
+        weights = mixture_of_experts(weights, 64, 192, layers=config["num_hidden_layers"])
+    save_file(weights, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps(config))
     write_text_files(source)
     exact: dict[str, torch.Tensor] = {}
@@ -238,16 +243,35 @@ def test_wrong_options_are_named(tmp_path: Path) -> None:
         make(tmp_path, tmp_path / "out", "group_size=48")
 
 
-def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_made_and_loads(tmp_path: Path) -> None:
+    """Routers stay plain, and what each expert's down is scaled by is divided out of its up: experts that no token of the text takes are rounded."""
+    config = tiny_config(**SHAPE, **MIXTRAL)
+    weights = mixture_of_experts(tiny_weights(config), 64, 192, layers=config["num_hidden_layers"])
+    folder, out = tmp_path / "moe", tmp_path / "out"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    write_text_files(folder)
+    make(folder, out, "group_size=32", "samples=2", "window=64")
+    made = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert made["modules_to_not_convert"] == ["gate"]
+    stored = load_file(out / "model.safetensors")
+    router = "model.layers.0.block_sparse_moe.gate.weight"
+    torch.testing.assert_close(stored[router].float(), weights[router])
+    assert stored["model.layers.1.block_sparse_moe.experts.3.w2.qweight"].shape == (192, 8)
+    assert len(greedy(out)) == 10
+
+
+def test_experts_stacked_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
     config = tiny_config(
-        **SHAPE, architectures=["MixtralForCausalLM"], model_type="mixtral", num_local_experts=4, num_experts_per_tok=2
+        **SHAPE, architectures=["GptOssForCausalLM"], model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2
     )
     folder = tmp_path / "moe"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"x": torch.ones(1)}, folder / "model.safetensors")
     write_text_files(folder)
-    with pytest.raises(QuantizeError, match=r"layers\.0\..*a mixture of 4 experts"):
+    with pytest.raises(QuantizeError, match=r"layers\.0\..*4 experts stacked in one tensor"):
         make(folder, tmp_path / "out", "group_size=32")
 
 

@@ -32,18 +32,18 @@ PASS_TOKENS = {"cpu": 1 << 15, "cuda": 1 << 16}
 
 def quantize(options: AwqMakeOptions, task: QuantizeTask) -> Quantized:
     """`interfaces.Quantize`. QuantizeError, by name and numbers, for matrices whose inputs do not divide into groups, and for
-    a mixture of experts, before anything is read."""
-    config = {
+    experts that are stacked in one tensor, before anything is read."""
+    config: dict[str, Any] = {
         "quant_method": "awq",
         "bits": 4,
         "group_size": options.group_size,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": list(options.skip) or None,
     }
     texts = calibration_windows(task, options.window, options.samples) if options.search else []
     whole = [text for text in texts if len(text) == options.window] or texts[:1]
     model = WatchedModel(task, len(whole[0]) if whole else options.window, task.device.free_memory // 4)
+    config["modules_to_not_convert"] = [*options.skip, *model.routers()] or None
     scheme = read_awq(config)
     layer = task.adapter.facts(task.source.config, task.dtype, task.dtype).layers[0]
     groups = _groups(model, scheme, (layer.num_kv_heads, layer.v_dim))

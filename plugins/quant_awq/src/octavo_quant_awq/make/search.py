@@ -101,9 +101,12 @@ class Scoring:
         return found
 
     def best(self) -> dict[str, float]:
-        """The exponent of each group with the least error; groups where nothing finite was seen are left out."""
+        """The exponent of each group with the least error; groups where nothing finite was seen are left out, such as those of an expert
+        that no token took."""
         found = {}
         for key, losses in self.losses.items():
+            if key not in self._seen:
+                continue
             finite = torch.where(torch.isfinite(losses), losses, float("inf"))
             if bool(torch.isfinite(finite).any()):
                 found[key] = RATIOS[int(finite.argmin())]

@@ -1,7 +1,7 @@
 """What lies around each quantised matrix of a decoder: what its scale can be folded into, and by what output it is judged.
 
 Owns the reading of module names, which are those of transformers' decoders. A name that is not known costs quality, never
-correctness: such a matrix is rounded without a scale.
+correctness: such a matrix is rounded without a scale. So are gate and up of experts, whose input all experts and the router share.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _group(linear: tuple[Module, ...], modules: dict[str, Module], norms: Collec
         judge = f"{owner}.{_STARTS[part]}"
         if norm and judge in modules:
             return Group(linear, "norm", norm, judge)
-    if part == "down_proj":
-        source = next((n for n in (f"{owner}.up_proj", f"{owner}.gate_up_proj") if n in modules), "")
+    if part in ("down_proj", "w2"):  # w1, w2 and w3: an expert of Mixtral
+        source = next((n for n in (f"{owner}.up_proj", f"{owner}.gate_up_proj", f"{owner}.w3") if n in modules), "")
         if source:
             return Group(linear, "rows", source, first.name)
     if part == "o_proj":

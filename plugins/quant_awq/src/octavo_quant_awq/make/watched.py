@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,7 +33,7 @@ from octavo.interfaces import (
 from octavo.model.checkpoint import Header, checkpoint_headers
 from octavo.model.linear import torch_device
 from octavo.model.loader import WeightTable, load_weights
-from octavo.model.operators import TorchOperators
+from octavo.model.operators import TorchOperators, gated
 from octavo.model.readers import read_gguf, read_safetensors
 from torch import Tensor
 
@@ -81,12 +81,13 @@ class Tensors:
 
 
 class WatchedModel:
-    """The task's model. `linears` are its Linears that may be quantised, in order; `others` its other tensors."""
+    """The task's model. `linears` are its Linears that may be quantised, in order; `mixtures` the modules that hold experts."""
 
     def __init__(self, task: QuantizeTask, length: int, budget: int) -> None:
-        """length: tokens of a text. QuantizeError for a mixture of experts."""
+        """length: tokens of a text. QuantizeError for experts that are stacked in one tensor."""
         self.tensors = Tensors(task, budget)
         self.linears: list[tuple[Module, ...]] = []
+        self.mixtures: list[str] = []
         self._device, self._length, self._copies = torch_device(task.device), length, 1
         self._visit: Visitor | None = None
         self._task = task
@@ -103,10 +104,34 @@ class WatchedModel:
                 tied=lambda embedding, out_features: _Unused(out_features),
                 attention=lambda layer: _Texts(layer, length, operators("qk_norm_rope")),
                 op=operators,
-                experts=_no_experts,
+                experts=self._experts,
             ),
         )
         self._loaded = False
+
+    def _experts(self, prefix: str, spec: ExpertsSpec) -> Experts:
+        if spec.stacked:
+            raise QuantizeError(
+                f"{prefix}: {spec.count} experts stacked in one tensor; AWQ checkpoints have a matrix for each expert"
+            )
+        gate, up, down = spec.names
+        pairs = []
+        for e in range(spec.count):
+            both = self._linear(f"{prefix}.{e}", spec.hidden, {gate: spec.inner, up: spec.inner}, bias=spec.bias)
+            pairs.append((both, self._linear(f"{prefix}.{e}", spec.inner, {down: spec.hidden}, bias=spec.bias)))
+        self.mixtures.append(prefix.rpartition(".")[0])
+        return _WatchedExperts(self, pairs, spec)
+
+    def routers(self) -> list[str]:
+        """What the routers of the mixtures are called, such as "gate": matrices of the model that stay plain."""
+        inside = [name for name in self.tensors.names() if name.endswith(".weight") and self.other(name)]
+        owners = {name.removesuffix(".weight") for name in inside if name.rpartition(".")[0].rpartition(".")[0] in self.mixtures}
+        return sorted({owner.rpartition(".")[2] for owner in owners})
+
+    @property
+    def copies(self) -> int:
+        """Of the texts, in the pass that runs."""
+        return self._copies
 
     def other(self, name: str) -> bool:
         """Whether it is a tensor of the model outside its Linears, such as a norm."""
@@ -186,6 +211,30 @@ class _Watched:
         return self._model.compute(self._modules, self._bias, x)
 
 
+class _WatchedExperts:
+    """interfaces.Experts whose matrices are read at each call. Every copy takes the choice and the shares of copy 0, so that the copies of a token meet in each Linear."""
+
+    def __init__(self, model: WatchedModel, pairs: Sequence[tuple[Linear, Linear]], spec: ExpertsSpec) -> None:
+        self._model, self._pairs, self._gate = model, pairs, spec.gate
+
+    def finish(self) -> None:
+        pass
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, base: Tensor | None = None) -> Tensor:
+        """x [copies * tokens, hidden] -> the same shape: see interfaces.Experts."""
+        copies = self._model.copies
+        texts = x.unflatten(0, (copies, -1))
+        ids, weights = (t.unflatten(0, (copies, -1))[0] for t in (ids, weights))
+        total = torch.zeros_like(texts, dtype=torch.float32) if base is None else base.float().view_as(texts).clone()
+        for expert in torch.unique(ids).tolist():
+            tokens, places = torch.where(ids == expert)
+            both, down = self._pairs[expert]
+            left, right = both(texts[:, tokens].flatten(0, 1)).chunk(2, -1)
+            y = down(gated(left, right, self._gate)).unflatten(0, (copies, -1))
+            total.index_add_(1, tokens, y.float() * weights[tokens, places, None])
+        return total.flatten(0, 1).to(x.dtype)
+
+
 class _Unused:
     """interfaces.Linear of a head: calibration asks for no logits."""
 
@@ -215,10 +264,6 @@ class _Texts:
         qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         q, k = self._norm_rope(qk, weight, eps, cos, sin).split_with_sizes((heads, kv_heads), 1)
         return self(step, q, k, v)
-
-
-def _no_experts(prefix: str, spec: ExpertsSpec) -> Experts:
-    raise QuantizeError(f"{prefix}: a mixture of {spec.count} experts; AWQ checkpoints are made of dense models only")
 
 
 def attend(layer: AttentionLayer, length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
