@@ -594,6 +594,27 @@ def test_a_full_queue_is_429_with_a_time_to_wait_and_clears_by_itself(server: Se
     ask(client, "/v1/completions", TEXT)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body", "message"),
+    [
+        ("POST", "/v1/embeddings", {"input": "x"}, "This server has no route POST /v1/embeddings."),
+        ("PUT", "/v1/completions", None, "/v1/completions takes POST, not PUT."),
+        ("POST", "/v1/chat/completions", {"messages": []}, "messages: must not be empty"),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
+            "top_logprobs: must be an integer in [0, 20], got 21",
+        ),
+        ("POST", "/generate", {"prompt": "x", "max_new_tokens": -1}, "max_new_tokens: must be"),
+    ],
+)
+def test_an_error_names_what_the_client_wrote(server: Server, method: str, path: str, body: Any, message: str) -> None:
+    with server.client() as client:
+        error = client.request(method, path, json=body).json()["error"]
+    assert error["message"].startswith(message)
+
+
 def test_a_connection_that_is_used_again_is_answered_at_once(server: Server) -> None:
     """An answer leaves in two writes: with Nagle's algorithm the second waits 40 ms for the client's delayed acknowledgement."""
     with server.client() as client:

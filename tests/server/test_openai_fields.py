@@ -153,7 +153,18 @@ def test_a_text_part_is_text_and_nothing_else(extra: str) -> None:
     assert (caught.value.code, caught.value.param) == ("unsupported", f"messages[0].content[0].{extra}")
 
 
-@pytest.mark.parametrize("name", ["guided_json", "structured_outputs", "bad_words", "thinking", "extra_body", "Temperature", ""])
+VLLM = ["guided_json", "guided_regex", "guided_choice", "structured_outputs", "allowed_token_ids", "bad_words", "length_penalty"]
+
+
+@pytest.mark.parametrize("name", [*VLLM, "truncate_prompt_tokens", "return_token_ids", "request_id", "logits_processors"])
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_a_field_of_vllm_that_is_not_served_is_said_to_be_so_and_not_to_be_unknown(model: type[Wire], name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read(model, **{name: ["something"]})
+    assert (caught.value.code, caught.value.param) == ("unsupported", name)
+
+
+@pytest.mark.parametrize("name", ["guided", "thinking", "extra_body", "Temperature", ""])
 @pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
 def test_a_field_that_nobody_knows_is_an_error_with_its_name(model: type[Wire], name: str) -> None:
     with pytest.raises(ApiError) as caught:

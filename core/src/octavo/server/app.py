@@ -8,7 +8,8 @@ never contain a route's logic.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -77,8 +78,18 @@ def create_app(llm: AsyncLLM | None, config: ServerConfig, names: Sequence[str],
 
 
 async def _answer(request: Request, exc: Exception) -> Response:
+    if isinstance(exc, HTTPException) and exc.status_code in (404, 405) and exc.detail == HTTPStatus(exc.status_code).phrase:
+        exc = HTTPException(exc.status_code, _no_route(request, exc.headers or {}), exc.headers)
     error = to_api_error(exc, request.scope.get("octavo.request_id", ""))
     return EarlyAnswer(error) if error.status in (408, 413) else error.response()
+
+
+def _no_route(request: Request, headers: Mapping[str, str]) -> str:
+    """What the router could not find, instead of the bare name of the status."""
+    path, allowed = request.url.path[:100], headers.get("Allow")
+    if allowed:
+        return f"{path} takes {allowed}, not {request.method[:20]}."
+    return f"This server has no route {request.method[:20]} {path}."
 
 
 async def _nobody(request: Request, exc: Exception) -> Response:

@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from octavo.engine.async_llm import AsyncLLM
-from octavo.errors import RequestError
 from octavo.server import openapi
 from octavo.server.answers import ChatAnswer, CompletionAnswer
 from octavo.server.generation import Job
@@ -32,20 +31,16 @@ async def chat_completions(request: Request, state: State) -> Response:
     model = state.model(body.model)
 
     async def prepare(llm: AsyncLLM) -> list[Job]:
-        try:
-            params = body.to_params()
-            check_samples(1, params)
-            ids = await asyncio.to_thread(
-                render_chat,
-                llm.tokenizer,
-                conversation(body.messages),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                template_kwargs=body.chat_template_kwargs,
-            )
-            return [Job(ids, None, resolve(ids, params, llm.info))]
-        except RequestError as exc:
-            exc.param = body.rename(exc.param)
-            raise
+        params = body.to_params()
+        check_samples(1, params)
+        ids = await asyncio.to_thread(
+            render_chat,
+            llm.tokenizer,
+            conversation(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        return [Job(ids, None, resolve(ids, params, llm.info))]
 
     return await run(request, state, body, prepare, lambda rid, jobs, llm: ChatAnswer(rid, model, jobs, llm.tokenizer, body))
 

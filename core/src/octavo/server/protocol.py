@@ -169,13 +169,41 @@ class _OpenAI(Sampling):
             raise ApiError(400, "stream_options: only allowed with stream = true", param="stream_options", code="invalid_value")
 
 
+_NO_GUIDE = "there is no guided decoding; remove the field"
+_NO_BEAMS = "there is no beam search"
+_VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
+    "structured_outputs": ((), _NO_GUIDE),
+    "guided_json": ((), _NO_GUIDE),
+    "guided_regex": ((), _NO_GUIDE),
+    "guided_choice": ((), _NO_GUIDE),
+    "guided_grammar": ((), _NO_GUIDE),
+    "guided_decoding_backend": ((), _NO_GUIDE),
+    "guided_whitespace_pattern": ((), _NO_GUIDE),
+    "allowed_token_ids": ((), "logit_bias is what steers tokens"),
+    "bad_words": (([],), "logit_bias is what steers tokens"),
+    "use_beam_search": ((False,), _NO_BEAMS),
+    "length_penalty": ((1.0, 1), _NO_BEAMS),
+    "early_stopping": ((False,), _NO_BEAMS),
+    "truncate_prompt_tokens": ((), "prompts are never cut; shorten it yourself"),
+    "return_token_ids": ((False,), "answers hold text; /tokenize gives ids"),
+    "return_tokens_as_token_ids": ((False,), "answers hold text; /tokenize gives ids"),
+    "spaces_between_special_tokens": ((True,), "text is what the tokens say"),
+    "request_id": ((), "ids are the server's own; an X-Request-Id header is echoed"),
+    "logits_processors": (([],), "no code of a client is run"),
+    "kv_transfer_params": ((), "the cache is this server's own"),
+    "mm_processor_kwargs": (({},), "there are no images and no audio"),
+    "vllm_xargs": (({},), "there are no further arguments"),
+}
+"""Fields of vLLM's two endpoints that are none of OpenAI's."""
+
+
 class CompletionRequest(_OpenAI):
     """POST /v1/completions. prompt: a string, a list of strings, a list of token ids, or a list of those."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        **_VLLM,
         "suffix": (("",), "no model here inserts text; remove the field"),
-        "use_beam_search": ((False,), "there is no beam search"),
-        "truncate_prompt_tokens": ((), "prompts are never cut; shorten it yourself"),
+        "prompt_embeds": ((), "prompts are text or token ids"),
         "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be honoured"),
     }  # fmt: skip
 
@@ -246,6 +274,7 @@ class ChatRequest(_OpenAI):
     """POST /v1/chat/completions."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        **_VLLM,
         "tools": (([],), _NO_TOOLS),
         "tool_choice": (("none", "auto"), _NO_TOOLS),
         "parallel_tool_calls": ((True, False), _NO_TOOLS),
@@ -268,8 +297,8 @@ class ChatRequest(_OpenAI):
         "documents": (([],), "there is no retrieval"),
         "echo": ((False,), "use /v1/completions"),
         "best_of": ((1,), "use /v1/completions"),
-        "truncate_prompt_tokens": ((), "prompts are never cut; shorten it yourself"),
-        "use_beam_search": ((False,), "there is no beam search"),
+        "add_special_tokens": ((False,), "the template says which special tokens a conversation has"),
+        "include_reasoning": ((True,), "this model's reasoning is part of its text"),
         "continue_final_message": ((False,), "an answer cannot be continued; use /v1/completions"),
     }  # fmt: skip
 

@@ -75,7 +75,10 @@ async def run(
         record.at_end.append(lambda _: place.close())
         priority, deadline = state.priority(body.priority, request, llm), deadline_of(body, request)
         async with Connected(request.receive):
-            jobs = within(await prepare(llm), body, caller.limits)
+            try:
+                jobs = within(await prepare(llm), body, caller.limits)
+            except RequestError as exc:
+                raise _in_their_words(exc, body) from exc
             ids = sum(len(job.ids) for job in jobs)
             caller.quota.admit_prompt(ids)
             generation = Generation(
@@ -107,6 +110,13 @@ async def run(
             if generation is not None:
                 await generation.close()
             record.close()
+
+
+def _in_their_words(error: RequestError, body: Sampling) -> RequestError:
+    """The error with the name that this body's protocol has for the field at fault."""
+    ours, theirs = error.param, body.rename(error.param)
+    message = f"{theirs}:{error.message[len(ours) + 1 :]}" if ours and error.message.startswith(f"{ours}:") else error.message
+    return RequestError(message, param=theirs, code=error.code)
 
 
 async def _written(form: Shape, outputs: Sequence[RequestOutput]) -> bytes:

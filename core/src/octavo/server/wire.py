@@ -107,6 +107,8 @@ def _explain(exc: ValidationError) -> ApiError:
     param = path(loc)
     if kind == "unsupported":
         return unsupported(param, message)
+    if kind in ("too_short", "too_long"):
+        return ApiError(400, f"{param}: {_length(error['ctx'])}", param=param, code="invalid_value")
     message = message.removeprefix("Value error, ")
     text = "this field is required" if kind == "missing" else message[:1].lower() + message[1:]
     if kind not in ("missing", "unknown_field"):
@@ -120,6 +122,14 @@ def _explain(exc: ValidationError) -> ApiError:
         )
         text += f", got {shown}" if shown else f", got {_json_type(seen)}"
     return ApiError(400, f"{param}: {text}", param=param, code=_CODES.get(kind, "invalid_value"))
+
+
+def _length(told: dict[str, Any]) -> str:
+    """What is wrong with the number of a list's or an object's entries."""
+    if not told["actual_length"]:
+        return "must not be empty"
+    bound = f"at least {told['min_length']}" if "min_length" in told else f"at most {told['max_length']}"
+    return f"must have {bound} entries, got {told['actual_length']}"
 
 
 def path(loc: tuple[int | str, ...]) -> str:
