@@ -31,7 +31,7 @@ class TestSparse(SparseSuite):
 def test_a_captured_graph_chooses_and_attends_at_other_lengths() -> None:
     """Captured with rows shorter than the number of chosen keys, replayed with longer ones. An index whose keys are the entries
     themselves, so that one cache serves both."""
-    lengths, count = (1500, 700, 3, 2000), 96
+    lengths, count = (1500, 700, 3, 20000), 96
     scene = AttentionTarget(provider, cuda_device(), ("float32",)).scene(
         Shape((4, 1), 64, 64, 16, "float32", latent=True), lengths
     )
@@ -60,7 +60,7 @@ def test_a_captured_graph_chooses_and_attends_at_other_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    for now in ((20, 60, 1, 95), (1500, 97, 3, 2000), (96, 700, 2, 1024)):
+    for now in ((20, 60, 1, 95), (1500, 97, 3, 20000), (96, 700, 2, 10024)):
         setup(now)
         out.fill_(math.nan)
         graph.replay()

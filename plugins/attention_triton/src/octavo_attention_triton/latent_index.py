@@ -10,11 +10,15 @@ import triton
 from octavo.interfaces import AttentionLayer, Limits, Step
 
 from octavo_attention_triton.kernels.compress import compress_kernel
-from octavo_attention_triton.kernels.index import choose_kernel, score_kernel
+from octavo_attention_triton.kernels.index import choose_kernel, count_kernel, place_kernel, score_kernel
 from octavo_attention_triton.latent_chosen import Entries
 
 SCORES = 1 << 25
 """Scores (float32) that are held at a time at most, one token's always; a step of more tokens is done in portions."""
+BLOCK = 4096
+"""Scores that a program looks at at a time."""
+MAX_PARTS = 16
+"""Programs that choose for one token."""
 
 
 def _pow2(n: int) -> int:
@@ -31,6 +35,7 @@ class Index:
         self._scores = torch.empty(
             max(line, min(SCORES, line * limits.max_num_batched_tokens)), dtype=torch.float32, device=device
         )
+        self._counts = torch.zeros(sms, 4, 256, dtype=torch.int32, device=device)
 
     def choose(
         self, layer: AttentionLayer, entries: Entries, step: Step, q: torch.Tensor, weights: torch.Tensor, count: int
@@ -47,17 +52,43 @@ class Index:
             some = min(portion, tokens - at)
             part = slice(at, at + some)
             programs = max(1, min(triton.cdiv(width, 128), 4 * self._sms // some))
+            parts = min(triton.cdiv(width, BLOCK), self._sms // some)
             score_kernel[(some, programs)](
-                q[part], weights[part], entries.cache, table, step.token_rows[part], step.positions[part], self._scores,
+                q[part], weights[part], entries.cache, table, step.token_rows[part], step.positions[part], self._scores, self._counts,
                 layer.scale * layer.k_scale, q.stride(0), q.stride(1), weights.stride(0), table.stride(0), entries.cache.stride(0), width,
                 HEADS=heads, BLOCK_H=max(16, _pow2(heads)), DIM=layer.k_dim, BLOCK_D=max(16, _pow2(layer.k_dim)), BLOCK_N=64,
-                PAGE=entries.page, EVERY=entries.every, PROGRAMS=programs, PRECISION=self._precision, STAGES=2, num_warps=4,
+                PAGE=entries.page, EVERY=entries.every, PROGRAMS=programs, ZERO=parts > 1, PRECISION=self._precision, STAGES=2, num_warps=4,
             )  # fmt: skip
-            choose_kernel[(some,)](
-                self._scores, step.positions[part], chosen[part], width, COUNT=count, EVERY=entries.every, BLOCK=2048,
-                BLOCK_C=min(1024, _pow2(count)), num_warps=8,
-            )  # fmt: skip
+            self._select(step.positions[part], chosen[part], width, count, entries.every, parts)
         return chosen
+
+    def _select(self, positions: torch.Tensor, chosen: torch.Tensor, width: int, count: int, every: int, parts: int) -> None:
+        """The best `count` of the buffer's scores for each of the tokens at `positions`. parts: programs for each (0, 1: one)."""
+        block_c = min(1024, _pow2(count))
+        if parts <= 1:
+            choose_kernel[(len(positions),)](
+                self._scores, positions, chosen, width, COUNT=count, EVERY=every, BLOCK=BLOCK, BLOCK_C=block_c, num_warps=16
+            )
+            return
+        parts = min(MAX_PARTS, _pow2(parts + 1) // 2)  # few different ones: each is a kernel
+        grid = (len(positions), parts)
+        for turn in range(4):
+            count_kernel[grid](
+                self._scores,
+                positions,
+                self._counts,
+                width,
+                COUNT=count,
+                EVERY=every,
+                PARTS=parts,
+                PASSES=turn,
+                BLOCK=BLOCK,
+                num_warps=16,
+            )
+        place_kernel[grid](
+            self._scores, positions, self._counts, chosen, width, COUNT=count, EVERY=every, PARTS=parts, BLOCK=BLOCK, BLOCK_C=block_c,
+            num_warps=16,
+        )  # fmt: skip
 
 
 def compress(entries: Entries, width: int, step: Step, places: torch.Tensor, *, overlapping: bool) -> torch.Tensor:
