@@ -147,8 +147,20 @@ def draw_follows_the_softmax():
     alone = [int(ops["draw"](logits[:1], torch.ones(1), torch.tensor([11]), torch.tensor([i]), 5)[0]) for i in range(5)]
     assert alone == tokens[:5].tolist(), "a row's token depends on its batch"
 
+def constants():
+    from octavo_ops_triton.kernels.activation import gated_kernel
+    from octavo_ops_triton.launch import constants_of
+    assert constants_of(gated_kernel, GELU=True, BLOCK=8, SIZE=5, X_STRIDE=10) == (10, 5, 8, True), "not in the kernel's order"
+    for names in ({"BLOCK": 8}, {"GELU": True, "BLOCK": 8, "SIZE": 5, "X_STRIDES": 10}, {"PDL": True}):
+        try:
+            constants_of(gated_kernel, **names)
+        except TypeError as error:
+            assert all(name in str(error) for name in names)
+        else:
+            raise AssertionError(f"{names} are taken for the kernel's constants")
+
 found = {}
-for check in (norms, rope, angles, inputs, activation, embedding, linear, draw_equals_the_definition, draw_greedy_and_failures, draw_follows_the_softmax):
+for check in (constants, norms, rope, angles, inputs, activation, embedding, linear, draw_equals_the_definition, draw_greedy_and_failures, draw_follows_the_softmax):
     try:
         check()
         found[check.__name__] = ""
@@ -159,6 +171,7 @@ print(json.dumps(found))
 )
 
 CHECKS = (
+    "constants",
     "norms",
     "rope",
     "angles",
