@@ -93,9 +93,23 @@ def test_a_model_added_beside_another_answers_to_its_own_name(server: Server, se
     assert 'octavo_engine_up{engine="0",model_name="second"} 1.0' in page
 
 
-def test_a_switch_under_fifty_streams_loses_none_and_the_next_token_comes_from_the_new_model(
+def test_every_switch_under_fifty_streams_takes_less_than_200_ms_and_loses_none(
     server: Server, admin: httpx.Client, second: str
 ) -> None:
+    """From the administrator's request to the first token of the new default. Three switches, and of three tries one in which
+    all of them hold: the machine may have other things to do. What must never happen is asked of every try."""
+    tries = []
+    for _ in range(3):
+        tries.append(switches_under_fifty_streams(server, admin, second))
+        print(f"switches under 50 streams, to the first token: {', '.join(f'{1000 * wait:.0f} ms' for wait in tries[-1])}")
+        if max(tries[-1]) < 0.2:
+            return
+    pytest.fail(f"seconds of the switches: {tries}")
+
+
+def switches_under_fifty_streams(server: Server, admin: httpx.Client, second: str) -> list[float]:
+    """Seconds that each of three switches took. Every stream runs to its end where it began."""
+    admin.post(f"/admin/models/{NAME}/default").raise_for_status()
     stop = threading.Event()
     answered: Counter[str] = Counter()
     running = threading.Barrier(51)
@@ -144,8 +158,7 @@ def test_a_switch_under_fifty_streams_loses_none_and_the_next_token_comes_from_t
         ended = [one.result() for one in streams]
     assert {(who, last) for who, _, last in ended} == {(NAME, "[DONE]")}  # each ran to its end where it had begun
     assert text(server) == text(server, second) != text(server, NAME)
-    print(f"switches under 50 streams, to the first token: {', '.join(f'{1000 * wait:.0f} ms' for wait in waits)}")
-    assert min(waits) < 0.2  # the best of three: the machine may have other things to do
+    return waits
 
 
 def test_a_replaced_model_keeps_its_name_and_nothing_of_its_cache(

@@ -86,7 +86,7 @@ async def _answer(request: Request, exc: Exception) -> Response:
 
 def _no_route(request: Request, headers: Mapping[str, str]) -> str:
     """What the router could not find, instead of the bare name of the status."""
-    path, allowed = request.url.path[:100], headers.get("Allow")
+    path, allowed = route_path(request.scope)[:100], headers.get("Allow")
     if allowed:
         return f"{path} takes {allowed}, not {request.method[:20]}."
     return f"This server has no route {request.method[:20]} {path}."
