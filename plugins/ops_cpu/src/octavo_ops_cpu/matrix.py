@@ -20,8 +20,6 @@ from octavo_ops_cpu.kernels.linear import BLOCK, UNROLL, product, tile_for
 MAX_INPUTS = 16384
 """16 rows of so many inputs are half a megabyte, which kernels keep on their stack."""
 
-FEW = 16
-
 
 class MatrixPacker:
     """octavo.model.matrix.MatrixMaker."""
@@ -47,7 +45,6 @@ class PackedProduct:
         self._dtype: Dtype = dtype
         self._result: torch.dtype = getattr(torch, dtype)
         self._addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
-        self._kernels: dict[tuple[str, int], Callable[..., None]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._run("", self._outputs, x)
@@ -63,10 +60,7 @@ class PackedProduct:
             x = x.contiguous()
         rows = x.shape[0]
         out = x.new_empty(rows, width, dtype=self._result)
-        key = gate, min(rows, FEW + 1)
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self._kernels[key] = product(tile_for(rows), self._dtype, gate, self._bias is not None).pooled
+        kernel = product(tile_for(rows), self._dtype, gate, self._bias is not None).pooled
         weight, bias = self._addresses
         kernel(x.data_ptr(), out.data_ptr(), weight, bias, rows, self._outputs, self._inputs)
         return out

@@ -92,7 +92,7 @@ operators_provider = Provider(
     name="cpu",
     kind="operators",
     load="octavo_ops_cpu.operators:CpuOperators",
-    priority=20,
+    priority=15,
     accepts=accepts_operators,
     summary="Norms, SwiGLU, sampling, and bfloat16 products (x86-64 with AVX2; products with AVX512_BF16)",
 )
@@ -100,7 +100,7 @@ attention_provider = Provider(
     name="cpu",
     kind="attention",
     load="octavo_ops_cpu.attention:CpuAttention",
-    priority=20,
+    priority=15,
     accepts=accepts_attention,
     summary="Paged decode attention on x86-64 with AVX2; prompts through torch",
 )

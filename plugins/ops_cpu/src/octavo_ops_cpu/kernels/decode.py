@@ -1,6 +1,6 @@
 """Attention of rows with one new token over the paged cache, which is read where it lies.
 
-A task is a row and a KV head with the q heads of its group. Keys come by PART at most of one block; the softmax is
+A task is a row and a KV head with the q heads of its group. Keys come in parts of up to PART; the softmax is
 kept as a running maximum and sum (Milakov and Gimelshein, 2018), in float32 whatever the cache holds. A row's
 result depends on its own keys only: not on the other rows, nor on the number of threads.
 """
@@ -8,14 +8,20 @@ result depends on its own keys only: not on the other rows, nor on the number of
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
 
 from octavo_ops_cpu.jit.compiler import Kernel, compile_kernel, lanes
 from octavo_ops_cpu.jit.emitter import I32, I64, ITEM, Dtype, Emitter, Value, Variable
 
-PART = 16
-"""Keys whose scores are held at a time."""
+PART = 64
+"""Keys whose scores are held at a time, at most: enough that the softmax of one part is worked out while keys and values of the
+next are on their way."""
+
+LANES = 16
+"""Scores of one vector; a part's are whole vectors, -inf where there is no key."""
 
 IN_REGISTERS = 16
 """Vectors of sums that are kept in registers at once: heads of a group are taken in turns of as many as fit."""
@@ -39,6 +45,30 @@ class Rows:
         """Of the widest vector that a head is whole vectors of."""
         return math.gcd(lanes(), self.width)
 
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def run(self) -> int:
+        """Keys that lie one after the other: of one block, at most a part."""
+        return min(self.block, PART)
+
+    @property
+    def part(self) -> int:
+        """Keys of a part: whole runs."""
+        return PART // self.run * self.run
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one key or value of one head."""
+        return self.width * ITEM[self.dtype]
+
+    def turns(self) -> list[range]:
+        """The group's heads, as many at a time as have their sums in registers."""
+        size = max(1, IN_REGISTERS // (self.width // self.lanes))
+        return [range(at, min(at + size, self.group)) for at in range(0, self.group, size)]
+
 
 @cache
 def decode(shape: Rows) -> Kernel:
@@ -56,16 +86,15 @@ def _decode(
     q: Value, distance: Value, out: Value, stats: Value, cache: Value, table: Value, columns: Value, rows: Value,
     count: Value, scale: Value, sinks: Value,
 ) -> None:  # fmt: skip
-    item, group = ITEM[shape.dtype], shape.heads // shape.kv_heads
+    item, group = ITEM[shape.dtype], shape.group
     queries, sums, scores = e.scratch(group * shape.width), e.scratch(group * shape.width), e.scratch(group * PART)
     best, total = e.scratch(group), e.scratch(group)
-    page_bytes = 2 * shape.kv_heads * shape.block * shape.width * item
-    head_bytes = shape.block * shape.width * item
     first, end = e.share(count * shape.kv_heads, thread, threads)
     with e.loop(first, end) as task:
-        row, kv_head = task // shape.kv_heads, task % shape.kv_heads
-        token, line, keys = (e.index(rows + row * 24 + at, I64) for at in (0, 8, 16))
-        head = kv_head * group
+        pages = _pages(shape, e, cache, table, columns, rows, task)
+        following = _pages(shape, e, cache, table, columns, rows, e.smaller(task + 1, end - 1))
+        row, keys, head = task // shape.kv_heads, pages.keys, pages.kv_head * group
+        token = e.index(rows + row * 24, I64)
         with e.loop(0, group * shape.width, e.lanes) as i:
             value = e.load(q + token * distance + (head * shape.width + i) * item, shape.dtype)
             e.store(value * e.number(scale), queries + i * 4, "float32")
@@ -74,17 +103,10 @@ def _decode(
             e.store(e.load_one(sinks + (head + h) * 4, "float32") if shape.sinks else e.f32(-math.inf), best + h * 4, "float32")
             e.store(e.f32(1.0 if shape.sinks else 0.0), total + h * 4, "float32")
 
-        seen = e.larger(keys - shape.window, 0) if shape.window else e.i64(0)
-        begin = seen // PART * PART
-        with e.loop(begin, keys, min(PART, shape.block)) as at:
-            block = e.index(table + (line * columns + at // shape.block) * 4, I32)
-            page = cache + block * page_bytes + kv_head * head_bytes + at % shape.block * (shape.width * item)
-            low = e.larger(seen - at, 0)
-            high = e.smaller(keys - at, min(PART, shape.block))
-            part = _Part(shape, e, page, page + shape.kv_heads * head_bytes, low, high)
-            _score(part, queries, scores)
-            _weigh(part, scores, best, total, sums)
-            _add(part, scores, sums)
+        with e.loop(pages.begin, keys, shape.part) as at:
+            _score(pages, at, queries, scores)
+            _weigh(shape, e, scores, best, total, sums)
+            _add(pages, following, at, scores, sums)
 
         with e.loop(0, group) as h:
             share = 1.0 / e.load_one(total + h * 4, "float32")
@@ -98,63 +120,89 @@ def _decode(
 
 
 @dataclass(slots=True)
-class _Part:
-    """Keys [low, high) of up to PART in one block; keys and values: addresses of the first."""
+class _Pages:
+    """A row's keys [seen, keys) of one KV head; table: the address of its line."""
 
     shape: Rows
     e: Emitter
+    cache: Value
+    table: Value
+    kv_head: Value
+    seen: Value
     keys: Value
-    values: Value
-    low: Value
-    high: Value
 
     @property
-    def group(self) -> int:
-        return self.shape.heads // self.shape.kv_heads
+    def begin(self) -> Value:
+        """Where the part of the first key begins: parts begin at multiples of their length, whatever is seen."""
+        return self.seen // self.shape.part * self.shape.part
 
-    @property
-    def row_bytes(self) -> int:
-        return self.shape.width * ITEM[self.shape.dtype]
+    def at(self, position: Value) -> tuple[Value, Value]:
+        """Addresses of the key and the value at a position."""
+        shape, e = self.shape, self.e
+        block = e.index(self.table + position // shape.block * 4, I32)
+        plane = shape.block * shape.row_bytes
+        key = self.cache + (block * (2 * shape.kv_heads) + self.kv_head) * plane + position % shape.block * shape.row_bytes
+        return key, key + shape.kv_heads * plane
 
-    def turns(self) -> list[range]:
-        """The group's heads, as many at a time as have their sums in registers."""
-        size = max(1, IN_REGISTERS // (self.shape.width // self.e.lanes))
-        return [range(at, min(at + size, self.group)) for at in range(0, self.group, size)]
+    @contextmanager
+    def runs(self, part: Value) -> Iterator[tuple[Value, Value, Value]]:
+        """Of each run of the part at this position: where it begins, and which of its keys [low, high) are seen."""
+        shape, e = self.shape, self.e
+        with e.loop(part, e.smaller(part + shape.part, self.keys), shape.run) as run:
+            yield run, e.larger(self.seen - run, 0), e.smaller(self.keys - run, shape.run)
+
+    def prefetch(self, address: Value, key: Value) -> None:
+        """Ask for the row `key` of a run that begins at an address."""
+        for line in range(0, self.shape.row_bytes, 64):
+            self.e.prefetch(address + key * self.shape.row_bytes + line)
 
 
-def _score(part: _Part, queries: Value, scores: Value) -> None:
-    """scores [group, PART] = queries . keys, -inf where there is no key."""
-    e, shape, item = part.e, part.shape, ITEM[part.shape.dtype]
-    nothing = e.splat(-math.inf, PART)
-    for h in range(part.group):
-        e.store_raw(nothing, scores + h * PART * 4, 64)
-    for turn in part.turns():
-        with e.loop(part.low, part.high) as key:
-            source = part.keys + key * part.row_bytes
-            sums: dict[int, Value] = {}
-            for i in range(0, shape.width, e.lanes):
-                value = e.load(source + i * item, shape.dtype)
+def _pages(shape: Rows, e: Emitter, cache: Value, table: Value, columns: Value, rows: Value, task: Value) -> _Pages:
+    """Those of a task."""
+    entry = rows + task // shape.kv_heads * 24
+    line, keys = e.index(entry + 8, I64), e.index(entry + 16, I64)
+    seen = e.larger(keys - shape.window, 0) if shape.window else e.i64(0)
+    return _Pages(shape, e, cache, table + line * columns * 4, task % shape.kv_heads, seen, keys)
+
+
+def _score(pages: _Pages, part: Value, queries: Value, scores: Value) -> None:
+    """scores [group, PART] = queries . keys, -inf where there is no key. Asks for the part's values meanwhile."""
+    e, shape, item = pages.e, pages.shape, ITEM[pages.shape.dtype]
+    for i in range(0, shape.group * PART, LANES):
+        e.store_raw(e.splat(-math.inf, LANES), scores + i * 4, 64)
+    for turn in shape.turns():
+        with pages.runs(part) as (run, low, high):
+            keys, values = pages.at(run)
+            with e.loop(low, high) as key:
+                if turn.start == 0:
+                    pages.prefetch(values, key)
+                source = keys + key * shape.row_bytes
+                sums: dict[int, Value] = {}
+                for i in range(0, shape.width, e.lanes):
+                    value = e.load(source + i * item, shape.dtype)
+                    for h in turn:
+                        query = e.load(queries + (h * shape.width + i) * 4, "float32")
+                        sums[h] = e.fma(query, value, sums[h]) if i else query * value
                 for h in turn:
-                    query = e.load(queries + (h * shape.width + i) * 4, "float32")
-                    sums[h] = e.fma(query, value, sums[h]) if i else query * value
-            for h in turn:
-                e.store(sums[h].sum(), scores + (key + h * PART) * 4, "float32")
+                    e.store(sums[h].sum(), scores + (run - part + key + h * PART) * 4, "float32")
 
 
-def _weigh(part: _Part, scores: Value, best: Value, total: Value, sums: Value) -> None:
+def _weigh(shape: Rows, e: Emitter, scores: Value, best: Value, total: Value, sums: Value) -> None:
     """scores become weights relative to the running maximum; what was summed before is brought to it."""
-    e, shape = part.e, part.shape
-    vector = e.splat(0.0, PART).type
-    for h in range(part.group):
-        score = e.load_raw(scores + h * PART * 4, vector, 64)
+    vector = e.splat(0.0, LANES).type
+    for h in range(shape.group):
+        places = [scores + (h * PART + i) * 4 for i in range(0, PART, LANES)]
+        part = [e.load_raw(place, vector, 64) for place in places]
         if shape.softcap:
-            score = _capped(e, score, shape.softcap)
+            part = [_capped(e, score, shape.softcap) for score in part]
         before = e.load_one(best + h * 4, "float32")
-        now = e.maximum(before, score.max())
-        weights = e.exp(score - now)
-        e.store_raw(weights, scores + h * PART * 4, 64)
+        now = e.maximum(before, reduce(e.maximum, part).max())
+        weights = [e.exp(score - now) for score in part]
+        for place, weight in zip(places, weights, strict=True):
+            e.store_raw(weight, place, 64)
         shrink = e.exp(before - now)
-        e.store(e.load_one(total + h * 4, "float32") * shrink + weights.sum(), total + h * 4, "float32")
+        mass = sum(weights[1:], weights[0]).sum()
+        e.store(e.load_one(total + h * 4, "float32") * shrink + mass, total + h * 4, "float32")
         e.store(now, best + h * 4, "float32")
         with e.when(before < now):
             for i in range(0, shape.width, e.lanes):
@@ -168,18 +216,25 @@ def _capped(e: Emitter, score: Value, cap: float) -> Value:
     return e.select(score.equals(-math.inf), score, cap - 2 * cap / (grown + 1.0))
 
 
-def _add(part: _Part, weights: Value, sums: Value) -> None:
-    """sums [group, width] += weights . values."""
-    e, shape, item = part.e, part.shape, ITEM[part.shape.dtype]
-    for turn in part.turns():
+def _add(pages: _Pages, after: _Pages, part: Value, weights: Value, sums: Value) -> None:
+    """sums [group, width] += weights . values. Asks for the next part's keys meanwhile, which may be those of the task after."""
+    e, shape, item = pages.e, pages.shape, ITEM[pages.shape.dtype]
+    for turn in shape.turns():
         places = [(h, i) for h in turn for i in range(0, shape.width, e.lanes)]
         held = {(h, i): Variable(e, e.load(sums + (h * shape.width + i) * 4, "float32")) for h, i in places}
-        with e.loop(part.low, part.high) as key:
-            source = part.values + key * part.row_bytes
-            weight = {h: e.splat(e.load_one(weights + (key + h * PART) * 4, "float32")) for h in turn}
-            for i in range(0, shape.width, e.lanes):
-                value = e.load(source + i * item, shape.dtype)
-                for h in turn:
-                    held[h, i].set(e.fma(weight[h], value, held[h, i].get()))
+        with pages.runs(part) as (run, low, high):
+            _, values = pages.at(run)
+            here, _ = pages.at(e.smaller(run + shape.part, pages.keys - 1))
+            there, _ = after.at(e.smaller(after.begin + (run - part), after.keys - 1))
+            following = e.select(run + shape.part < pages.keys, here, there)
+            with e.loop(low, high) as key:
+                if turn.start == 0:
+                    pages.prefetch(following, key)
+                source = values + key * shape.row_bytes
+                weight = {h: e.splat(e.load_one(weights + (run - part + key + h * PART) * 4, "float32")) for h in turn}
+                for i in range(0, shape.width, e.lanes):
+                    value = e.load(source + i * item, shape.dtype)
+                    for h in turn:
+                        held[h, i].set(e.fma(weight[h], value, held[h, i].get()))
         for h, i in places:
             e.store(held[h, i].get(), sums + (h * shape.width + i) * 4, "float32")

@@ -33,9 +33,13 @@ L2_BYTES = 256 << 10
 """Bytes of x that are computed at a time: such a part stays in the second-level cache for all of the matrix."""
 
 
+REGISTERS = 28
+"""Vectors of sums that are held at once, of 32 that there are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """rows x blocks sums are held in registers (at most 28 of 32). split: sums over every split-th pair apart, so that one
+    """rows x blocks sums are held in registers (at most REGISTERS). split: sums over every split-th pair apart, so that one
     row does not wait for its own last addition."""
 
     rows: int
@@ -43,15 +47,16 @@ class Tile:
     split: int = 1
 
 
-FEW = {1: Tile(1, 1, 4), 2: Tile(2, 1, 4), 3: Tile(3, 1, 2), 4: Tile(4, 1, 2)}
-MANY = Tile(12, 2)
+FEW = (Tile(1, 1, 4), Tile(2, 1, 4), Tile(3, 1, 2), Tile(4, 1, 2), Tile(6), Tile(8), Tile(12), Tile(16))
+MANY = (Tile(12, 2), Tile(14, 2), Tile(10, 2), Tile(8, 2))
 
 
+@cache
 def tile_for(rows: int) -> Tile:
-    """The tile for so many rows of x: one pass over the matrix up to 16."""
-    if rows > 16:
-        return MANY
-    return FEW.get(rows) or Tile(rows + rows % 2)
+    """The tile for so many rows of x. Up to 16 the matrix is read once, by the smallest tile that takes them all; up to 128
+    the tile that leaves the fewest of its rows empty."""
+    few = next((tile for tile in FEW if tile.rows >= rows), None)
+    return few or (min(MANY, key=lambda tile: -rows % tile.rows) if rows <= 128 else MANY[0])
 
 
 @cache
@@ -78,14 +83,16 @@ def _body(
     outputs: Value,
     inputs: Value,
 ) -> None:
-    """Threads take equal shares of the result's blocks. What a tile has too many, of rows or of blocks, repeats its last."""
+    """Threads take equal shares of the result's blocks. What a tile has too many, of rows or of
+    blocks, repeats its last."""
     width = outputs // 2 if gate else outputs
     first, end = e.share(width // BLOCK, thread, threads)
     stream = inputs * (2 * BLOCK)  # bytes of a block of the weight
     per_tile = inputs * (2 * tile.rows)
-    cut = e.larger(e.i64(L2_BYTES) // per_tile, 1) if tile is MANY else e.i64(1)  # tiles at a time
+    cut = e.larger(e.i64(L2_BYTES) // per_tile, 1) if tile in MANY else e.i64(1)  # tiles at a time
     panel = e.stack(cut * per_tile) if tile.rows > 1 else x
     columns = max(1, tile.blocks // (2 if gate else 1))
+    sums = e.scratch(columns * (2 if gate else 1) * tile.rows * BLOCK)
 
     def finish(sums: list[Value], columns: list[Value]) -> Value:
         """Of the sums of one row and block (and of its partner)."""
@@ -99,19 +106,19 @@ def _body(
             _pack(e, tile, x, panel, top, bottom, rows, inputs)
         with e.loop(first, end, columns) as block, e.loop(top, bottom, tile.rows) as row:
             blocks = [e.smaller(block + c, end - 1) for c in range(columns)]
-            lines = [e.smaller(row + r, rows - 1) for r in range(tile.rows)]
             source = panel + (row - top) * inputs * 2
             streams = [weight + b * stream for b in blocks]
             if gate:
                 streams += [s + width // BLOCK * stream for s in streams]
             # All blocks of a tile in one pass over x, or, where they would not fit into registers, one after the other.
-            fits = len(streams) * tile.rows <= 28
-            found = _sums(e, tile, source, streams, inputs) if fits else [_sums(e, tile, source, [s], inputs)[0] for s in streams]
-            for c, b in enumerate(blocks):
-                at = [b * BLOCK, b * BLOCK + width][: 2 if gate else 1]
-                for r, line in enumerate(lines):
-                    result = finish([found[c + i * columns][r] for i in range(len(at))], at)
-                    e.store(result, out + (line * width + at[0]) * ITEM[dtype], dtype)
+            at_once = len(streams) if len(streams) * tile.rows <= REGISTERS else 1
+            for i in range(0, len(streams), at_once):
+                _sums(e, tile, source, streams[i : i + at_once], inputs, sums + i * tile.rows * BLOCK * 4)
+            with e.loop(0, e.smaller(rows - row, tile.rows)) as r:
+                for c, b in enumerate(blocks):
+                    at = [b * BLOCK, b * BLOCK + width][: 2 if gate else 1]
+                    found = [e.load(sums + (r + (c + i * columns) * tile.rows) * (BLOCK * 4), "float32") for i in range(len(at))]
+                    e.store(finish(found, at), out + ((row + r) * width + at[0]) * ITEM[dtype], dtype)
 
 
 def _pack(e: Emitter, tile: Tile, x: Value, panel: Value, top: Value, bottom: Value, rows: Value, inputs: Value) -> None:
@@ -124,26 +131,26 @@ def _pack(e: Emitter, tile: Tile, x: Value, panel: Value, top: Value, bottom: Va
                 e.store_raw(e.load_raw(source + pair * 4, I32, 4), target + (pair * tile.rows + r) * 4, 4)
 
 
-def _sums(e: Emitter, tile: Tile, source: Value, streams: list[Value], inputs: Value) -> list[list[Value]]:
-    """For each stream (the address of a block of the weight) and each row of a tile, 16 sums over all inputs."""
+def _sums(e: Emitter, tile: Tile, source: Value, streams: list[Value], inputs: Value, sums: Value) -> None:
+    """For each stream (the address of a block of the weight) and each row of a tile, 16 sums over all inputs, into sums
+    float32 [streams, tile.rows, 16]."""
     zero = e.splat(0.0, BLOCK)
-    rows = range(tile.rows)
-    sums = [[[Variable(e, zero) for _ in rows] for _ in streams] for _ in range(tile.split)]
+    held = [[[Variable(e, zero) for _ in range(tile.rows)] for _ in streams] for _ in range(tile.split)]
     with e.loop(0, inputs // 2, UNROLL) as first:
         for u in range(UNROLL):
             pair = first + u
             weights = [e.load_raw(s + pair * (4 * BLOCK), PAIRS, 64) for s in streams]
-            if tile is not MANY:
+            if tile not in MANY:
                 e.prefetch(streams[0] + pair * (4 * BLOCK) + AHEAD)
-            for r in rows:
+            for r in range(tile.rows):
                 mine = e.bits(e.splat(e.load_raw(source + (pair * tile.rows + r) * 4, I32, 4), BLOCK), PAIRS)
                 for b, weights_of_block in enumerate(weights):
-                    variable = sums[u % tile.split][b][r]
+                    variable = held[u % tile.split][b][r]
                     variable.set(_dot(e, variable.get(), weights_of_block, mine))
-    return [
-        [sum((sums[part][b][r].get() for part in range(1, tile.split)), sums[0][b][r].get()) for r in rows]
-        for b in range(len(streams))
-    ]
+    for b in range(len(streams)):
+        for r in range(tile.rows):
+            total = sum((held[part][b][r].get() for part in range(1, tile.split)), held[0][b][r].get())
+            e.store(total, sums + (b * tile.rows + r) * (BLOCK * 4), "float32")
 
 
 def _dot(e: Emitter, sums: Value, a: Value, b: Value) -> Value:
