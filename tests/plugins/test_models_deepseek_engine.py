@@ -229,3 +229,18 @@ def test_explain_names_the_latent_group_and_what_a_token_costs(model: tuple[Path
     assert main["bytes_per_token"] == 3 * 40 * 2
     assert [group["bytes_per_token"] for group in index] == ([3 * 16 * 2] if "v32" in plan.source.config["model_type"] else [])
     assert told["kv_cache"]["bytes_per_token"] == sum(group["bytes_per_token"] for group in told["kv_cache"]["groups"])
+
+
+def test_explain_names_v4s_groups_by_what_an_entry_stands_for(tmp_path: Path, installed: None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V4))
+    write_text_files(tmp_path)
+    asked = EngineConfig(model=str(tmp_path), dtype="bfloat16", max_model_len=160, device="cpu", load_format="dummy")
+    told = plan_engine(asked, discover()).explain()
+    assert told["decisions"]["model"]["chosen"] == "deepseek_v4"
+    groups = told["kv_cache"]["groups"]
+    found = {(group["window"], group["block_size"] // group["page_shape"][0]): group for group in groups}
+    assert set(found) == {(7, 1), (8, 1), (None, 4), (None, 8)}, "windows, and tokens that an entry stands for"
+    assert "[slot of 8 tokens, entry]" in found[None, 8]["order"]
+    assert found[None, 8]["bytes_per_token"] == 32 * 2 // 8 and found[7, 1]["bytes_per_token"] == 32 * 2 * len(
+        found[7, 1]["layers"]
+    )
