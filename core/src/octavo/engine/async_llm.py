@@ -270,7 +270,11 @@ class AsyncLLM:
 
     async def prefix_cache(self) -> dict[str, Any]:
         """What the prefix cache holds and has done (engine.prefixes.PrefixCache.state). Raises EngineDead."""
-        return await self._ask("state")
+        state = await self._ask("state")
+        for name in ("prefix_queries", "prefix_hits"):
+            state[name] -= self._uncounted.get(name, 0)
+        state["hit_rate"] = state["prefix_hits"] / state["prefix_queries"] if state["prefix_queries"] else 0.0
+        return state
 
     async def warm(
         self, prefixes: Sequence[Prefix], *, pin: bool = False, on_progress: Callable[[messages.Progress], None] | None = None
@@ -370,8 +374,9 @@ class AsyncLLM:
         """Call observer(events, stats) after every step. What it raises is logged, never passed on."""
         self._observers.append(observer)
 
-    def count_from_here(self) -> None:
-        """Leave out of the totals in `stats` what the engine has done so far: a warm-up is no traffic."""
+    async def count_from_here(self) -> None:
+        """Leave out of the totals in `stats` what the engine has done so far: a warm-up is no traffic. Raises EngineDead."""
+        await self._ask("state")  # messages keep their order: after the answer nothing of what was aborted is on its way
         self._uncounted = {name: getattr(self.stats, name) + self._uncounted.get(name, 0) for name in TOTALS}
         for name in TOTALS:
             setattr(self.stats, name, 0)

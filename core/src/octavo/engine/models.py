@@ -173,10 +173,10 @@ class ModelTable:
         began = time.perf_counter()
         try:
             await warm_up(llm, on_progress=on_progress)
+            await llm.count_from_here()
         except BaseException:
             await llm.end(grace=0.5)
             raise
-        llm.count_from_here()
         log.info("model %r warmed up in %.1f s", model.name, time.perf_counter() - began)
 
     async def load_again(self, model: Served) -> None:
@@ -199,7 +199,7 @@ class ModelTable:
         except BaseException as error:
             self._models.pop(name, None)
             self._default = self._default if self._default != name else next(iter(self._models), None)
-            log.error("model %r was not added: %s", name, error)
+            log.error("model %r was not added: %s", name, str(error) or "its load was given up")
             raise
         return model
 
