@@ -12,6 +12,7 @@ waited for the one before it.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import triton
@@ -74,11 +75,12 @@ class Launcher:
         low = 0
         for pointer in pointers:
             low |= pointer
-        key = (id(kernel), constants, warps, stages, low % ALIGNMENT == 0, overlap, *[t.dtype for t in tensors])
+        seen = (*[d.base for d in descriptors], *tensors)
+        key = (id(kernel), constants, warps, stages, low % ALIGNMENT == 0, overlap, *[t.dtype for t in seen])
         found = self._compiled.get(key)
         if found is None:
             args = (*descriptors, *tensors, *numbers, *constants, self.pdl)
-            self._compile(key, kernel, grid, args, tensors[0].get_device(), num_warps=warps, num_stages=stages)
+            self._compile(key, kernel, grid, args, seen[0].get_device(), num_warps=warps, num_stages=stages)
             return
         run, function, metadata, stream, device = found
         # None: no launch metadata and no hooks. Addresses instead of tensors: Triton need not ask the driver about them.
@@ -93,10 +95,24 @@ class Launcher:
         compiled = kernel[grid](*args, **options, **(self._extra if overlap else {}))
         if compiled is None:  # Triton's interpreter compiles nothing
             return
+        if self.pdl:
+            prefer_shared(compiled.function)
         # Pointers that are not all aligned share a key although the kernel was compiled for some of them: go Triton's way each time.
         if aligned:
             stream = triton.runtime.driver.active.get_current_stream
             self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, stream, device)
+
+
+_PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+
+
+def prefer_shared(function: int) -> None:
+    """Let a kernel (CUfunction) run with as much shared memory as a multiprocessor has. Between shared memory and L1 it has one
+    division at a time, and blocks of kernels that want different ones never run on it together: a norm of a few blocks would keep the
+    product behind it, which fills shared memory with weights before it waits, from the multiprocessors that it runs on."""
+    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_CARVEOUT, 100)
+    if status:
+        raise RuntimeError(f"cuFuncSetAttribute failed with status {status}")
 
 
 def rows(x: Tensor, what: str) -> int:
