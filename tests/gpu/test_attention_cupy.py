@@ -72,7 +72,8 @@ def test_a_row_of_many_parts_is_added_up_the_same_way_every_time(kv_dtype: str |
 def test_more_rows_than_blocks_share_them(kv_dtype: str | None) -> None:
     """The kernel for a crowd; every block walks over many segments, of many rows."""
     lengths = [1 + 37 * i % 300 for i in range(300)]
-    scene = target().scene(Shape((8, 2), 128, block_size=16, dtype=BF16, kv_dtype=kv_dtype), lengths)
+    scene = target().scene(Shape((16, 8), 128, block_size=16, dtype=BF16, kv_dtype=kv_dtype), lengths)
+    assert len(lengths) * 8 >= scene.backend._layers[0].decodes[False].crowd
     scene.fill([n - 1 for n in lengths])
     check(scene, [(i, n - 1, 1) for i, n in enumerate(lengths)], lse=True)
 

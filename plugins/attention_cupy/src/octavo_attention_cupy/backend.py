@@ -87,10 +87,6 @@ class CupyAttention:
                 f"[blocks, {geometry.elements}], contiguous: allocate it from `layout`"
             )
 
-    def _crowded(self, rows: int, segments: int) -> bool:
-        """Whether there is a segment for every multiprocessor."""
-        return rows * segments >= self._sms
-
     # ------------------------------------------------------------ a step
 
     def prepare(self, step: Step) -> None:
@@ -132,7 +128,7 @@ class CupyAttention:
         rows = step.seq_lens.shape[0]
         for work in self._works:
             args = work.args
-            if self._crowded(rows, args.heads) not in work.regimes:
+            if (rows * args.heads >= work.crowd) not in work.regimes:
                 continue
             args.query_start, args.seq_lens = step.query_start.data_ptr(), step.seq_lens.data_ptr()
             args.table_rows, args.rows = step.rows.data_ptr(), rows
@@ -192,7 +188,8 @@ class CupyAttention:
         bound = self._layers[layer]
         prefills = step.host.max_query_len > 1
         if not prefills or step.scratch["cupy.decodes"]:
-            decode = bound.decodes[self._crowded(step.seq_lens.shape[0], bound.decodes[False].segments)]
+            few = bound.decodes[False]
+            decode = bound.decodes[step.seq_lens.shape[0] * few.segments >= few.crowd]
             self._fill(decode.args, bound, step, q, out, lse)
             # The kernel reads the work map before it waits for its predecessor, so the first one after `plan` starts when that ended.
             decode.kernel((decode.blocks, 1), decode.args, self.device, early=self._settled and self.capability >= (9, 0))

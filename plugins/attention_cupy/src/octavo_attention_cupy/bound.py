@@ -16,7 +16,7 @@ from octavo_attention_cupy.compiler import load_function
 from octavo_attention_cupy.geometry import PageGeometry
 from octavo_attention_cupy.launch import DecodeArgs, Kernel, PlanArgs, PrefillArgs, PrologueArgs, WriteArgs
 from octavo_attention_cupy.provider import FP8
-from octavo_attention_cupy.tuning import DecodeChoice, PrefillChoice, decode_choice, prefill_choice
+from octavo_attention_cupy.tuning import DecodeChoice, PrefillChoice, crowd, decode_choice, prefill_choice
 
 LOG2E = 1.4426950408889634
 ROW_WORK, BLOCK_WORK = 8, 12
@@ -27,10 +27,11 @@ PLAN_THREADS, WRITE_THREADS, PROLOGUE_THREADS = 1024, 256, 256
 @dataclass(slots=True)
 class WorkMap:
     """The decode work map of one kind of layer (block table, window, segments, unit, blocks), filled once a step. `regimes`: the
-    answers of `crowded` for which some layer needs it."""
+    answers of `crowded` for which some layer needs it; `crowd`: segments from which on the answer is yes."""
 
     args: PlanArgs
     regimes: set[bool]
+    crowd: int
     tensors: tuple[torch.Tensor, torch.Tensor]  # int32 [max rows, ROW_WORK] and [blocks, BLOCK_WORK]
 
 
@@ -43,6 +44,7 @@ class Decode:
     blocks: int
     heads: int  # query heads of a segment at most
     segments: int  # of a row
+    crowd: int  # see WorkMap
 
 
 @dataclass(slots=True)
@@ -128,7 +130,7 @@ class Binder:
         decodes = {}
         for crowded in (False, True):
             choice = decode_choice(**dims, shared_sm=self.shared_sm, crowded=crowded)
-            decodes[crowded] = self._decode(group, layer, choice, softened, what, common, crowded)
+            decodes[crowded] = self._decode(group, layer, choice, softened, what, common, geometry.element, crowded)
         return Bound(
             layer, group, geometry, cache, sinks, decodes, tile,
             self.kernel(tile.kernel, softened | tile.macros, what, tile.threads, tile.shared),
@@ -163,19 +165,28 @@ class Binder:
         macros: dict[str, int],
         what: str,
         common: dict[str, Any],
+        element: int,
         crowded: bool,
     ) -> Decode:
         kernel = self.kernel("decode", macros | choice.macros(), what, choice.warps * 32, choice.shared)
         pieces = -(-layer.num_heads // layer.num_kv_heads // choice.heads)
         segments, blocks = layer.num_kv_heads * pieces, self.sms * choice.blocks * choice.waves
-        work = self._work((group, layer.window or 0, segments, choice.unit, blocks))
+        work = self._work(
+            (group, layer.window or 0, segments, choice.unit, blocks),
+            self.sms * crowd(k_dim=layer.k_dim, v_dim=layer.v_dim, element=element),
+        )
         work.regimes.add(crowded)
         rows, starts = (t.data_ptr() for t in work.tensors)
         return Decode(
-            kernel, DecodeArgs(**common, pieces=pieces, row_work=rows, block_work=starts), blocks, choice.heads, segments
+            kernel,
+            DecodeArgs(**common, pieces=pieces, row_work=rows, block_work=starts),
+            blocks,
+            choice.heads,
+            segments,
+            work.crowd,
         )
 
-    def _work(self, key: tuple[int, int, int, int, int]) -> WorkMap:
+    def _work(self, key: tuple[int, int, int, int, int], crowd: int) -> WorkMap:
         if key not in self.works:
             _, window, segments, unit, blocks = key
             rows = torch.zeros(self.limits.max_num_seqs, ROW_WORK, dtype=torch.int32, device=self.device)
@@ -189,5 +200,5 @@ class Binder:
                 least=1,
                 window=window,
             )
-            self.works[key] = WorkMap(args, set(), (rows, starts))
+            self.works[key] = WorkMap(args, set(), crowd, (rows, starts))
         return self.works[key]

@@ -52,23 +52,31 @@ def n_tiles(*, group: int, k_dim: int, v_dim: int) -> int:
     return max(1, min(-(-group // 8), room))
 
 
+WIDE_ROW = 512
+"""Bytes of K and V of a token and head from which on four warps with large slices keep enough in flight."""
+
+
+def crowd(*, k_dim: int, v_dim: int, element: int) -> int:
+    """From how many segments a multiprocessor on rows are a crowd: segments end so often that two small blocks are better, of which
+    one reads while the other adds up."""
+    return 8 if (k_dim + v_dim) * element >= WIDE_ROW else 1
+
+
 def decode_choice(
     *, group: int, k_dim: int, v_dim: int, element: int, shared_block: int, shared_sm: int, crowded: bool
 ) -> DecodeChoice:
     """element: bytes of a cache element; shared_block and shared_sm: bytes of shared memory that a block may have, and all of them.
-    crowded: there is a (row, KV head) for every multiprocessor, so rows end often: two small blocks, one of which reads while
-    the other adds up. Else one large one.
+    crowded: see `crowd`.
 
     Raises ValueError if no ring of two slices fits in shared memory.
     """
-    row = (k_dim + v_dim) * element
-    size = 16
-    while size < 64 and size * row < 8192:
+    row, large = (k_dim + v_dim) * element, max(k_dim, v_dim) > 128
+    crowded = crowded and not large
+    size, wanted = 16, 16384 if row >= WIDE_ROW and not crowded else 8192
+    while size < 64 and size * row < wanted:
         size *= 2
     tiles = n_tiles(group=group, k_dim=k_dim, v_dim=v_dim)
-    warps, blocks = 8 if max(k_dim, v_dim) <= 128 else 4, 1
-    if crowded and warps == 8:
-        warps, blocks = 4, 2
+    warps, blocks = 4 if crowded or large or row >= WIDE_ROW else 8, 2 if crowded else 1
     while True:
         room = min(shared_block, shared_sm // blocks - SHARED_RESERVE)
         fixed = warps * 8 * (v_dim + 4) * 4 + fixed_bytes(warps, tiles)
@@ -101,11 +109,12 @@ class PrefillChoice:
 def prefill_choice(*, group: int, k_dim: int, v_dim: int, element: int, shared_block: int, hopper: bool) -> PrefillChoice:
     """hopper: capability 9.0. Raises ValueError if no tile of 64 tokens fits in shared memory."""
     if hopper and k_dim == v_dim and k_dim in (64, 128):
-        # Queries (two sets, or one where FP8 bytes need the room), two tiles of 16-bit K and V, two of bytes; a word a thread, items
-        # and barriers.
+        # Queries (two sets, or one where FP8 bytes need the room), two tiles of 16-bit K and V, two of bytes; a word a thread, items,
+        # scales of rows, and barriers.
         fp8 = element == 1
         sets = 1 if fp8 else 2
-        shared = sets * 128 * k_dim * 2 + 2 * 128 * (k_dim + v_dim) * (3 if fp8 else 2) + 64 + 1024 + sets * 48 + 160
+        tiles = sets * 128 * k_dim * 2 + 2 * 128 * (k_dim + v_dim) * (3 if fp8 else 2)
+        shared = tiles + 64 + 1024 + sets * 48 + (512 if fp8 else 8) + 160
         return PrefillChoice("prefill_hopper", 128, 512 if fp8 else 384, shared, {"GROUP": group, "SHARED_BYTES": shared})
     most = 2 if max(k_dim, v_dim) <= 128 else 1
     for m_tiles, stages in ((most, 2), (1, 2), (1, 1)):

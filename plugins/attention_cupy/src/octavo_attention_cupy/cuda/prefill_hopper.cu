@@ -10,31 +10,40 @@
 constexpr int K_STEPS = K_DIM / 16;
 constexpr int THREADS = FP8 ? 512 : 384;
 
+constexpr float SLACK = 8;  // powers of two by which a row's largest score may exceed its base
+
 // What a thread keeps of its two matrix rows, 4 lanes a row: rows g and g + 8 of its warp's 16.
 struct RowState {
     int position[2];
-    float top[2], sum[2], keep[2];
+    float base[2];   // what exponents are relative to, in powers of two; -infinity while the row has seen nothing
+    float sum[2];    // of this lane's columns only
+    float keep[2];   // by how much earlier sums shrink when the base moves
+    float scale[2];  // of scores, where it is the row's own: see `score_scale`
 };
 
-DEVICE void issue_scores(float (&s)[64], u32 queries, u32 keys) {
+// What a score of row i is multiplied by: with a soft-cap before the cap, else in the exponent.
+DEVICE float score_scale(const PrefillArgs& a, const RowState& row, int i) { return SCALED ? row.scale[i] : a.scale; }
+DEVICE float exponent_scale(const PrefillArgs& a, const RowState& row, int i) { return SOFTCAP ? 1.0f : score_scale(a, row, i); }
+
+DEVICE void issue_scores(float (&s)[64], u64 queries, u64 keys) {
     pin(s);
     products_begin();
 #pragma unroll
     for (int k = 0; k < K_STEPS; ++k) {
         u32 at = k / 4 * TILE_PANEL + k % 4 * 32;
-        product_shared<BF16>(s, matrix_descriptor(queries + at, 1024, 16), matrix_descriptor(keys + at, 1024, 16), k > 0);
+        product_shared<BF16_PRODUCT>(s, advance(queries, at), advance(keys, at), k > 0);
     }
     products_commit();
 }
 
-DEVICE void issue_values(float (&acc)[V_DIM / 2], u32 (&p)[32], u32 values) {
+DEVICE void issue_values(float (&acc)[V_DIM / 2], u32 (&p)[32], u64 values, bool add) {
     pin(acc);
     pin(p);
     products_begin();
 #pragma unroll
     for (int k = 0; k < TOKENS / 16; ++k)
-        product_registers<BF16>(acc, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
-                                matrix_descriptor(values + k * 16 * PANEL, 1024, TILE_PANEL));
+        product_registers<BF16_PRODUCT>(acc, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], advance(values, k * 16 * PANEL),
+                                        add || k > 0);
     products_commit();
 }
 
@@ -43,7 +52,7 @@ DEVICE void issue_values(float (&acc)[V_DIM / 2], u32 (&p)[32], u32 values) {
 DEVICE void cap_and_mask(const PrefillArgs& a, float (&s)[64], const RowState& row, int token, bool masked) {
     if (SOFTCAP)
 #pragma unroll
-        for (int n = 0; n < 64; ++n) s[n] = a.softcap * tanh_exact(s[n] * a.scale);
+        for (int n = 0; n < 64; ++n) s[n] = a.softcap * tanh_exact(s[n] * score_scale(a, row, n / 2 % 2));
     if (!masked) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -57,44 +66,59 @@ DEVICE void cap_and_mask(const PrefillArgs& a, float (&s)[64], const RowState& r
     }
 }
 
-// Scores to weights, in place, and the factors by which earlier sums shrink.
-DEVICE void softmax(const PrefillArgs& a, float (&s)[64], RowState& row) {
-    float scale = SOFTCAP ? 1.0f : a.scale;
+// Scores of a tile to weights, in place. The base that exponents are relative to follows the largest score only when that has come
+// SLACK ahead of it, which is rare after an item's first tiles; until then lanes need not compare. Returns whether it moved in a row of
+// this warp.
+DEVICE bool softmax(const PrefillArgs& a, float (&s)[64], RowState& row) {
+    float top[2][2] = {{s[0], s[1]}, {s[2], s[3]}}, sum[2][2] = {};
+#pragma unroll
+    for (int n = 1; n < 16; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) top[i / 2][i % 2] = fmaxf(top[i / 2][i % 2], s[4 * n + i]);
+    bool ahead = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float top = row.top[i];
-#pragma unroll
-        for (int n = 0; n < 16; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        float base = top == NEGATIVE_INFINITY ? 0.0f : top * scale;
-        row.keep[i] = exp2_fast(row.top[i] * scale - base);
-        row.top[i] = top;
-        float sum = 0;
-#pragma unroll
-        for (int n = 0; n < 16; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float e = exp2_fast(s[4 * n + 2 * i + c] * scale - base);
-                s[4 * n + 2 * i + c] = e;
-                sum += e;
-            }
-        row.sum[i] = row.sum[i] * row.keep[i] + sum;
+        top[i][0] = fmaxf(top[i][0], top[i][1]) * exponent_scale(a, row, i);
+        ahead |= top[i][0] > row.base[i] + SLACK;
     }
+    bool moved = __any_sync(~0u, ahead);
+    if (moved) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float base = fmaxf(row.base[i], top[i][0]);
+            base = fmaxf(base, __shfl_xor_sync(~0u, base, 1));
+            base = fmaxf(base, __shfl_xor_sync(~0u, base, 2));
+            row.keep[i] = base == NEGATIVE_INFINITY ? 1.0f : exp2_fast(row.base[i] - base);
+            row.base[i] = base;
+            row.sum[i] *= row.keep[i];
+        }
+    }
+    float base[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) base[i] = row.base[i] == NEGATIVE_INFINITY ? 0.0f : row.base[i];
+#pragma unroll
+    for (int n = 0; n < 16; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float e = exp2_fast(s[4 * n + i] * exponent_scale(a, row, i / 2) - base[i / 2]);
+            s[4 * n + i] = e;
+            sum[i / 2][i % 2] += e;
+        }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) row.sum[i] += sum[i][0] + sum[i][1];
+    return moved;
 }
 
 DEVICE void pack_weights(u32 (&p)[32], const float (&s)[64]) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) p[i] = pack<BF16>(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < 32; ++i) p[i] = pack<BF16_PRODUCT>(s[2 * i], s[2 * i + 1]);
 }
 
 // The two warpgroups issue products in turn, so that one multiplies while the other computes weights.
 DEVICE void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory"); }
 DEVICE void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(3 - group) : "memory"); }
 
-// Sums shrink to the new maximum; after the first tiles it seldom moves.
 DEVICE void rescale(float (&acc)[V_DIM / 2], const RowState& row) {
-    if (__all_sync(~0u, row.keep[0] == 1.0f && row.keep[1] == 1.0f)) return;
 #pragma unroll
     for (int v = 0; v < V_DIM / 8; ++v)
 #pragma unroll
@@ -117,7 +141,6 @@ DEVICE void transpose_quad(u32 (&x)[4]) {
 
 DEVICE void write_rows(const PrefillArgs& a, const Item& item, RowState& row, const float (&acc)[V_DIM / 2], int first_row) {
     int t = threadIdx.x % 4;
-    float scale = SOFTCAP ? 1.0f : a.scale;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float sum = row.sum[i];
@@ -125,7 +148,7 @@ DEVICE void write_rows(const PrefillArgs& a, const Item& item, RowState& row, co
         sum += __shfl_xor_sync(~0u, sum, 2);
         int r = first_row + 8 * i, token = r / GROUP, head = item.head * GROUP + r - token * GROUP;
         bool held = token < item.tile.tokens;
-        float base = row.top[i] == NEGATIVE_INFINITY ? 0.0f : row.top[i] * scale, keep = 1.0f;
+        float base = row.base[i] == NEGATIVE_INFINITY ? 0.0f : row.base[i], keep = 1.0f;
         if (a.sinks && held) {
             float sink = a.sinks[head] * LOG2E, higher = fmaxf(base, sink);
             keep = exp2_fast(base - higher);
@@ -146,77 +169,110 @@ DEVICE void write_rows(const PrefillArgs& a, const Item& item, RowState& row, co
     }
 }
 
-DEVICE void arrive_once_a_warp(u64& barrier) {
+DEVICE void arrive_once_a_warp(u32 barrier) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barrier));
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// What a warpgroup does with an item whose queries have come, before its first tile.
+DEVICE void begin_item(const Item& item, const float* scale, RowState& row, int first_row) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (SCALED) row.scale[i] = scale[first_row + 8 * i];
+        row.position[i] = item.tile.position + (first_row + 8 * i) / GROUP;
+        row.base[i] = NEGATIVE_INFINITY, row.sum[i] = 0;
+    }
+}
+
+// Scores of a tile that have been computed to the weights of its product with V; returns whether earlier sums shrink.
+DEVICE bool weigh(const PrefillArgs& a, const Item& item, float (&s)[64], RowState& row, int group, int j) {
+    int token = j * TOKENS, least = item.tile.position + group * 64 / GROUP, most = item.tile.position + (group * 64 + 63) / GROUP;
+    cap_and_mask(a, s, row, token, token + TOKENS - 1 > least || (a.window > 0 && token <= most - a.window));
+    return softmax(a, s, row);
 }
 
 DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
-    int first_row = group * 64 + warp * 16 + g;
+    int first_row = group * 64 + warp * 16 + g, index = blockIdx.x, items = a.count * a.kv_heads;
+    // Of `shared`, in a register: the compiler would compute it again for every use.
+    u32 base = shared_address(&shared);
+    asm volatile("" : "+r"(base));
+#define AT(member) (base + (u32)__builtin_offsetof(Shared, member))
+    u64 queries = matrix_descriptor(AT(q) + group * 64 * PANEL, 1024, 16), keys = matrix_descriptor(AT(k), 1024, 16);
+    u64 values = matrix_descriptor(AT(v), 1024, TILE_PANEL);
     Turn<Q_STAGES> query;
     Turn<STAGES> key, value;
     float acc[V_DIM / 2], s[64];
     u32 p[32];
-    if (group == 1) give_turn(group);  // warpgroup 0 begins
-    for (int index = blockIdx.x; index < a.count * a.kv_heads; index += gridDim.x, query.next()) {
-        barrier_wait(shared_address(&shared.q_full[query.place]), query.parity);
-        Item item = shared.items[query.place];
-        RowState row;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            row.position[i] = item.tile.position + (first_row + 8 * i) / GROUP;
-            row.top[i] = NEGATIVE_INFINITY, row.sum[i] = 0;
-        }
-#pragma unroll
-        for (int i = 0; i < V_DIM / 2; ++i) acc[i] = 0;
-        int least = item.tile.position + group * 64 / GROUP, most = item.tile.position + (group * 64 + 63) / GROUP;
-        auto masked = [&](int token) { return token + TOKENS - 1 > least || (a.window > 0 && token <= most - a.window); };
-        u32 queries = shared_address(shared.q[query.place]) + group * 64 * PANEL;
-
-        barrier_wait(shared_address(&shared.k_full[key.place]), key.parity);
-        issue_scores(s, queries, shared_address(shared.k[key.place]));
-        products_wait<0>();
+    RowState row;
+    // Scores of the next tile are products with the queries of its item, which is the next one at the end of an item.
+    auto issue_next_scores = [&](bool more) {
+        if (more) barrier_wait(AT(k_full) + key.place * 8, key.parity);
+        issue_scores(s, advance(queries, query.place * Q_TILE), advance(keys, key.place * K_TILE));
+    };
+    auto take_scores = [&](bool last) {
         pin(s);
-        arrive_once_a_warp(shared.k_empty[key.place]);
+        arrive_once_a_warp(AT(k_empty) + key.place * 8);
+        if (last) arrive_once_a_warp(AT(q_empty) + query.place * 8);
         key.next();
-        cap_and_mask(a, s, row, item.first * TOKENS, masked(item.first * TOKENS));
-        softmax(a, s, row);
-        pack_weights(p, s);
+    };
+    auto issue_next_values = [&](bool add) {
+        barrier_wait(AT(v_full) + value.place * 8, value.parity);
+        issue_values(acc, p, advance(values, value.place * V_TILE), add);
+    };
+    auto take_values = [&] {
+        pin(acc);
+        pin(p);
+        arrive_once_a_warp(AT(v_empty) + value.place * 8);
+        value.next();
+    };
+
+    if (group == 1) give_turn(group);  // warpgroup 0 begins
+    barrier_wait(AT(q_full), query.parity);
+    issue_next_scores(true);
+    while (true) {
+        Item item = shared.items[query.place];
+        begin_item(item, shared.scale[query.place], row, first_row);
         int j = item.first;
-        for (; j + 1 < item.last; ++j, value.next()) {
-            barrier_wait(shared_address(&shared.k_full[key.place]), key.parity);
+        products_wait<0>();
+        take_scores(j + 1 == item.last);
+        weigh(a, item, s, row, group, j);
+        pack_weights(p, s);
+        while (++j < item.last) {
             take_turn(group);
-            issue_scores(s, queries, shared_address(shared.k[key.place]));
-            barrier_wait(shared_address(&shared.v_full[value.place]), value.parity);
-            issue_values(acc, p, shared_address(shared.v[value.place]));
+            issue_next_scores(true);
+            issue_next_values(j - 1 > item.first);
             give_turn(group);
             products_wait<1>();
-            pin(s);
-            arrive_once_a_warp(shared.k_empty[key.place]);
-            key.next();
-            cap_and_mask(a, s, row, (j + 1) * TOKENS, masked((j + 1) * TOKENS));
-            softmax(a, s, row);
+            take_scores(j + 1 == item.last);
+            bool moved = weigh(a, item, s, row, group, j);
             // Nobody reads it. Without a store that needs all weights, the assembler moves them behind the wait for V's product,
             // which they are there to hide.
-            store_4_bytes(shared_address(shared.weighed + threadIdx.x - 128), __float_as_uint(row.sum[0] + row.sum[1]));
+            store_4_bytes(AT(weighed) + (threadIdx.x - 128) * 4, __float_as_uint(row.sum[0] + row.sum[1]));
             products_wait<0>();
-            pin(acc);
-            pin(p);
-            arrive_once_a_warp(shared.v_empty[value.place]);
-            rescale(acc, row);
+            take_values();
+            if (moved) rescale(acc, row);
             pack_weights(p, s);
         }
-        barrier_wait(shared_address(&shared.v_full[value.place]), value.parity);
-        issue_values(acc, p, shared_address(shared.v[value.place]));
-        products_wait<0>();
-        pin(acc);
-        arrive_once_a_warp(shared.v_empty[value.place]);
-        value.next();
-        arrive_once_a_warp(shared.q_empty[query.place]);
+        // The first scores of the next item are under way while this one's rows are written. After the last item they are those of
+        // whatever lies there, and nobody's: a branch around products would serialise all of them.
+        index += gridDim.x;
+        query.next();
+        bool more = index < items;
+        take_turn(group);
+        issue_next_values(j - 1 > item.first);
+        if (more) barrier_wait(AT(q_full) + query.place * 8, query.parity);
+        issue_next_scores(more);
+        give_turn(group);
+        products_wait<1>();
+        take_values();
         write_rows(a, item, row, acc, first_row);
+        if (!more) break;
     }
+    products_wait<0>();
+    pin(s);
     if (group == 0) take_turn(group);  // the turn that was given first and is still open
+#undef AT
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_hopper(const __grid_constant__ PrefillArgs a) {

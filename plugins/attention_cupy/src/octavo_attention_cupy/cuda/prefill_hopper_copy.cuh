@@ -1,6 +1,7 @@
 // Paged prefill on Hopper: how K, V and queries come to shared memory.
 //
-// Items are tiles of new tokens times KV heads, longest first; all warpgroups of a block walk over the same ones. One warp copies K
+// Items are KV heads times tiles of new tokens, a head's longest first, so that K and V of few heads are in use at a time and the second-
+// level cache holds them; all warpgroups of a block walk over the same items. One warp copies K
 // and V, three copy queries. Of an FP8 cache the bytes are copied beside, and a warpgroup of its own turns them into 16-bit
 // tiles. Knows nothing of scores.
 #pragma once
@@ -10,6 +11,8 @@
 
 constexpr int ROWS = 128, TOKENS = 128, STAGES = 2;
 constexpr bool FP8 = KV_BYTES == 1;
+constexpr bool BF16_PRODUCT = BF16 && !FP8;     // FP8 is multiplied as float16: to widen it so is one instruction for two values
+constexpr bool SCALED = BF16 && FP8;            // bfloat16 queries as float16: each row divided by its largest value
 constexpr int PANEL = 128;                      // bytes
 constexpr int TILE_PANEL = TOKENS * PANEL;      // bytes of a panel of a tile, of queries as of K and V
 constexpr int Q_TILE = ROWS * K_DIM * 2, K_TILE = TOKENS * K_DIM * 2, V_TILE = TOKENS * V_DIM * 2;
@@ -34,6 +37,7 @@ struct Shared {
     u8 raw_v[STAGES][RAW_V + 16];
     float weighed[256];  // see `multiply`
     Item items[Q_STAGES];
+    float scale[Q_STAGES][SCALED ? ROWS : 1];  // of the scores of a row of queries
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 raw_k_full[STAGES], raw_k_empty[STAGES], raw_v_full[STAGES], raw_v_empty[STAGES];
@@ -50,10 +54,9 @@ template <int stages> struct Turn {
 };
 
 DEVICE bool item_at(const PrefillArgs& a, int index, Item& item) {
-    int tile = index / a.kv_heads;
-    if (tile >= a.count) return false;
-    item.tile = a.tiles[tile];
-    item.head = index - tile * a.kv_heads;
+    item.head = index / a.count;
+    if (item.head >= a.kv_heads) return false;
+    item.tile = a.tiles[index - item.head * a.count];
     item.low = a.window > 0 ? max(item.tile.position - a.window + 1, 0) : 0;
     item.first = item.low / TOKENS;
     item.last = ceil_div(item.tile.position + item.tile.tokens, TOKENS);
@@ -184,6 +187,21 @@ DEVICE void copy_keys_and_values(const PrefillArgs& a, Shared& shared) {
     }
 }
 
+// Eight values of a row of bfloat16 queries as float16, by one lane of those that have the row; where they belong, and the row's scale.
+DEVICE void copy_scaled(uint4 x, u32 place, float score_scale, float& scale) {
+    u32 y[4] = {x.x, x.y, x.z, x.w};
+    float size = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) size = fmaxf(size, fmaxf(fabsf(to_float<true>(y[i])), fabsf(to_float<true>(y[i] >> 16))));
+#pragma unroll
+    for (int step = 1; step < K_DIM / 8; step *= 2) size = fmaxf(size, __shfl_xor_sync(~0u, size, step));
+    size = size > 0 ? size : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = pack_f16(to_float<true>(y[i]) / size, to_float<true>(y[i] >> 16) / size);
+    store_16_bytes(place, y[0], y[1], y[2], y[3]);
+    if (threadIdx.x % (K_DIM / 8) == 0) scale = score_scale * size;
+}
+
 // By LOADERS threads: every item, and its queries as rows, token times query head of the group. Rows beyond the tile are zero.
 DEVICE void copy_queries(const PrefillArgs& a, Shared& shared) {
     constexpr int CHUNKS = K_DIM / 8;
@@ -192,11 +210,15 @@ DEVICE void copy_queries(const PrefillArgs& a, Shared& shared) {
     for (int index = blockIdx.x; item_at(a, index, item); index += gridDim.x, turn.next()) {
         barrier_wait(shared_address(&shared.q_empty[turn.place]), turn.parity ^ 1);
         u32 to = shared_address(shared.q[turn.place]);
-        for (int i = threadIdx.x - 32; i < ROWS * CHUNKS; i += LOADERS) {
+        for (int i = threadIdx.x - 32; i < ROWS * CHUNKS; i += LOADERS) {  // whole warps, in each of them whole rows
             int row = i / CHUNKS, chunk = i % CHUNKS, token = row / GROUP, head = row - token * GROUP;
             u32 place = to + wide_at(row, chunk);
-            if (token < item.tile.tokens)
-                copy_16_bytes(place, a.q + (item.tile.token + token) * a.q_token + (item.head * GROUP + head) * a.q_head + chunk * 8);
+            bool held = token < item.tile.tokens;
+            const u16* q = a.q + (item.tile.token + token) * a.q_token + (item.head * GROUP + head) * a.q_head + chunk * 8;
+            if (SCALED)
+                copy_scaled(held ? *(const uint4*)q : uint4{}, place, a.scale, shared.scale[turn.place][row]);
+            else if (held)
+                copy_16_bytes(place, q);
             else
                 zero_16_bytes(place);
         }
@@ -208,24 +230,23 @@ DEVICE void copy_queries(const PrefillArgs& a, Shared& shared) {
     }
 }
 
-// Two FP8 values to two of the product's 16-bit type, exactly.
-DEVICE u32 widen(u32 x) {
-    u32 y = fp8_to_f16<E5M2>(x);
-    return BF16 ? pack_bf16(f16_to_float(y), f16_to_float(y >> 16)) : y;
-}
-
 // One thread a token: its row of FP8 values to a row of 16-bit values, or of zeros if it is not `held`.
 template <typename Rows> DEVICE void convert_tile(u32 from, u32 to, bool held) {
     int row = threadIdx.x % CONVERTERS;
     if (!held)
         for (int c = 0; c < 2 * Rows::CHUNKS; ++c) zero_16_bytes(to + wide_at(row, c));
     else
-#pragma unroll 4
-        for (int c = 0; c < Rows::CHUNKS; ++c) {
-            u32 x[4];
-            load_16_bytes(x, from + Rows::at(TOKENS, row, c));
-            store_16_bytes(to + wide_at(row, 2 * c), widen(x[0]), widen(x[0] >> 16), widen(x[1]), widen(x[1] >> 16));
-            store_16_bytes(to + wide_at(row, 2 * c + 1), widen(x[2]), widen(x[2] >> 16), widen(x[3]), widen(x[3] >> 16));
+#pragma unroll 2
+        for (int first = 0; first < Rows::CHUNKS; first += 2) {
+            u32 x[2][4];  // two loads before the first store: the compiler keeps their order
+#pragma unroll
+            for (int c = 0; c < 2; ++c) load_16_bytes(x[c], from + Rows::at(TOKENS, row, first + c));
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const u32 *y = x[c / 2] + c % 2 * 2;
+                store_16_bytes(to + wide_at(row, 2 * first + c), fp8_to_f16<E5M2>(y[0]), fp8_to_f16<E5M2>(y[0] >> 16), fp8_to_f16<E5M2>(y[1]),
+                               fp8_to_f16<E5M2>(y[1] >> 16));
+            }
         }
     fence_copy_engine();
 }

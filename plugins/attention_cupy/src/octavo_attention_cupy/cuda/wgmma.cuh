@@ -9,6 +9,9 @@ DEVICE u64 matrix_descriptor(u32 address, u32 group, u32 panel) {
     return (u64)(address >> 4 & 0x3fff) | (u64)(panel >> 4) << 16 | (u64)(group >> 4) << 32 | 1ull << 62;
 }
 
+// The descriptor of what lies `bytes` (a multiple of 16) further on. Addresses of shared memory never carry into the strides.
+DEVICE u64 advance(u64 descriptor, u32 bytes) { return (descriptor >> 32 << 32) | (u32)((u32)descriptor + (bytes >> 4)); }
+
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending> DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory"); }
@@ -42,28 +45,28 @@ template <bool bf16> DEVICE void product_shared(float (&d)[64], u64 a, u64 b, bo
                      : F32(d, 0), F32(d, 32) : "l"(a), "l"(b), "r"((int)add));
 }
 
-// d[64 x 128] += a b: a in registers, rows of b are the summed axis.
-template <bool bf16> DEVICE void product_registers(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+// d[64 x 128] (+)= a b: a in registers, rows of b are the summed axis.
+template <bool bf16> DEVICE void product_registers(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
     if (bf16)
-        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 1, 1;\n"
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
                      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R64 "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}"
-                     : F32(d, 0), F32(d, 32) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+                     : F32(d, 0), F32(d, 32) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add));
     else
-        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 1, 1;\n"
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
                      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" R64 "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}"
-                     : F32(d, 0), F32(d, 32) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+                     : F32(d, 0), F32(d, 32) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add));
 }
 
 // The same for 64 columns.
-template <bool bf16> DEVICE void product_registers(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+template <bool bf16> DEVICE void product_registers(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
     if (bf16)
-        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 1, 1;\n"
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
                      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;\n}"
-                     : F32(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+                     : F32(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add));
     else
-        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 1, 1;\n"
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
                      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" R32 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;\n}"
-                     : F32(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+                     : F32(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add));
 }
 
 template <int registers> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers)); }
