@@ -19,12 +19,12 @@ from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheL
 from octavo_ops_triton.launch import Launcher, constants_of
 
 from octavo_attention_triton.bound import Bound, WorkMap
-from octavo_attention_triton.cascade import Cascade, worth
+from octavo_attention_triton.cascade import Cascade, most_parts, partial_rows, worth
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
 from octavo_attention_triton.kernels import decode, prologue, write
 from octavo_attention_triton.kernels import shared as cascade_kernels
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
-from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N, MAX_PARTS
+from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N
 from octavo_attention_triton.prefilling import Prefill
 from octavo_attention_triton.provider import FP8, TritonOptions
 from octavo_attention_triton.tuning import DecodeChoice, decode_block_n, decode_choice
@@ -116,11 +116,10 @@ class TritonAttention:
         able = [b for b in self._layers.values() if b.layer.window is None and int(b.shape["GROUP"]) <= BLOCK_M]
         self._token_bytes = max((b.geometry.layout().page_bytes // b.geometry.page for b in able), default=0)
         self._cascades = {g: Cascade.make(g, rows, self.device) for g in {int(b.shape["GROUP"]) for b in able}}
-        values = max((rows * b.layer.num_heads * b.layer.v_dim for b in able), default=0)
-        sums = max((rows * b.layer.num_heads for b in able), default=0)
-        parts = MAX_PARTS + 1  # the last place is for what a row has of its own
-        self._shared = torch.zeros((parts, values), dtype=torch.float32, device=self.device)
-        self._shared_lse = torch.zeros((parts, sums), dtype=torch.float32, device=self.device)
+        values = max((b.layer.num_heads * b.layer.v_dim for b in able), default=0)
+        sums = max((b.layer.num_heads for b in able), default=0)
+        self._shared = torch.zeros(partial_rows(rows) * values, dtype=torch.float32, device=self.device)
+        self._shared_lse = torch.zeros(partial_rows(rows) * sums, dtype=torch.float32, device=self.device)
 
     def _check(self, layer: AttentionLayer, cache: torch.Tensor, geometry: PageGeometry) -> None:
         pages = (cache.shape[0], geometry.elements)
@@ -337,13 +336,15 @@ class TritonAttention:
         """What each row has of its own, the shared prefixes once for all their rows, and the sum of both."""
         layer, rows, table = bound.layer, step.seq_lens.shape[0], step.tables[bound.group]
         cascade = self._cascades[int(bound.shape["GROUP"])]
-        parts, sums = self._shared, self._shared_lse
-        own = parts[-1, : rows * layer.num_heads * layer.v_dim].view(rows, layer.num_heads, layer.v_dim)
-        own_lse = sums[-1, : rows * layer.num_heads].view(rows, layer.num_heads)
+        most, heads = most_parts(rows), rows * layer.num_heads
+        parts = self._shared[: (most + 1) * heads * layer.v_dim].view(most + 1, heads * layer.v_dim)
+        sums = self._shared_lse[: (most + 1) * heads].view(most + 1, heads)
+        own = parts[-1].view(rows, layer.num_heads, layer.v_dim)  # the last place is for what a row has of its own
+        own_lse = sums[-1].view(rows, layer.num_heads)
         self._decode(bound, step, q, own, own_lse)
         scale, softcap, v_scale = bound.numbers()
         shape = {k: v for k, v in bound.shape.items() if k not in ("WINDOW", "SINKS")}
-        cascade_kernels.shared_kernel[(cascade.tiles_for(rows), layer.num_kv_heads, MAX_PARTS)](
+        cascade_kernels.shared_kernel[(cascade.tiles_for(rows), layer.num_kv_heads, most)](
             q, parts, sums, bound.cache, table, cascade.tiles, cascade.members, scale, softcap, v_scale,
             q.stride(0), q.stride(1), table.stride(0), bound.cache.stride(0), parts.stride(0), sums.stride(0),
             HEADS=layer.num_heads, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2 if bound.geometry.k_dim > 128 else 3, num_warps=4, **shape,

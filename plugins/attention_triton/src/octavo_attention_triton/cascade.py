@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from octavo.interfaces import SharedPrefix, StepHost
 
-from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N, INFO, MAX_PARTS
+from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N, FEW_ROWS, FEW_ROWS_PARTS, INFO, MAX_PARTS
 
-SHORTEST_PART = 256
+SHORTEST_PART = 128
 """Tokens of a prefix below which it is not read in more parts."""
 
 SPARE_TILES = 8
@@ -26,6 +26,16 @@ def worth(shared: tuple[SharedPrefix, ...], token_bytes: int, least: int) -> tup
     cut = tuple(SharedPrefix(s.rows, s.tokens // BLOCK_N * BLOCK_N, s.group) for s in shared if s.tokens >= BLOCK_N)
     saved = sum((len(s.rows) - 1) * s.tokens for s in cut) * token_bytes
     return cut if cut and saved >= least else ()
+
+
+def most_parts(rows: int) -> int:
+    """In how many parts a prefix may be read in a step of so many rows (padding included)."""
+    return FEW_ROWS_PARTS if rows <= FEW_ROWS else MAX_PARTS
+
+
+def partial_rows(max_rows: int) -> int:
+    """Rows of partial results that any step of up to max_rows rows needs: of every part, and of what a row has of its own."""
+    return max(rows * (most_parts(rows) + 1) for rows in (min(max_rows, FEW_ROWS), max_rows))
 
 
 @dataclass(slots=True)
@@ -81,7 +91,7 @@ class Cascade:
         at = 0
         for prefix, count in zip(shared, counts, strict=True):
             room = 2 * sms // max(1, sum(counts) * kv_heads)
-            pieces = max(1, min(MAX_PARTS, room, prefix.tokens // SHORTEST_PART))
+            pieces = max(1, min(most_parts(len(host.rows)), room, prefix.tokens // SHORTEST_PART))
             skip[prefix.rows], parts[prefix.rows] = prefix.tokens, pieces
             tiles[at : at + count, :3] = int(host.rows[prefix.rows[0]]), prefix.tokens, pieces
             members[at : at + count].reshape(-1)[: len(prefix.rows)] = prefix.rows

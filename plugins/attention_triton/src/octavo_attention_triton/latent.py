@@ -123,16 +123,15 @@ class TritonLatent:
     # ------------------------------------------------------------ build
 
     def layout(self, spec: KVSpec, block_size: int) -> CacheLayout:
-        """[slot, k_dim]. ValueError for a spec that is not latent, or whose blocks hold no whole number of entries."""
+        """[slot, k_dim]. ValueError for a spec that is not latent. A block that holds no whole number of entries has its share of
+        bytes, by which the pool scales blocks until they do; `bind` refuses it."""
         if spec.kind != "latent" or spec.heads != 1:
             raise ValueError(f"KV spec of kind {spec.kind!r}, {spec.heads} heads: this backend keeps one shared latent head")
         every = spec.tokens_per_entry
-        if block_size % every:
-            raise ValueError(f"blocks of {block_size} tokens hold no whole number of entries of {every}")
         dtype: torch.dtype = getattr(torch, spec.dtype)
         page = block_size // every
         order = f"[slot {page}{f' of {every} tokens' if every > 1 else ''}, {spec.v_dim} latent + {spec.k_dim - spec.v_dim} rope]"
-        return CacheLayout(spec.dtype, (page, spec.k_dim), page * spec.k_dim * dtype.itemsize, order)
+        return CacheLayout(spec.dtype, (page, spec.k_dim), block_size * spec.k_dim * dtype.itemsize // every, order)
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
         """Take the caches; allocate work maps and the partial results of split rows (float32)."""
@@ -153,16 +152,22 @@ class TritonLatent:
     def _bound(self, bound: BoundGroup, layer: AttentionLayer, cache: torch.Tensor) -> Bound:
         spec, every = bound.group.spec, bound.group.spec.tokens_per_entry
         page, stored = bound.group.block_size // every, getattr(torch, spec.dtype)
+        if bound.group.block_size % every:
+            raise ValueError(
+                f"KV group {bound.group.index}: blocks of {bound.group.block_size} tokens hold no whole number of entries of {every}"
+            )
         if tuple(cache.shape[1:]) != (page, layer.k_dim) or not cache.is_contiguous() or cache.dtype != stored:
             raise ValueError(
                 f"layer {layer.index}: cache is {cache.dtype} {tuple(cache.shape)}, its layout is {stored} "
                 f"[blocks, {page}, {layer.k_dim}], contiguous: allocate it from `layout`"
             )
         entries = Entries(cache, page, every, bound.group.index, layer.window)
-        token = TokenAttention(layer, entries, self.dtype, self.sms * 2, pdl=self.pdl) if layer.num_heads else None
+        descriptor = self._descriptor(layer, cache, page) if shares_keys(layer, every) else None
+        token = None
+        if layer.num_heads:
+            token = TokenAttention(layer, entries, self.dtype, self.sms, pdl=self.pdl, hopper=descriptor is not None)
         if not shares_keys(layer, every):
             return Bound(layer, entries, None, token)
-        descriptor = self._descriptor(layer, cache, page)
         shape = Shape.hopper(layer.num_heads) if descriptor else Shape.portable(layer.num_heads, layer.v_dim, self.dtype)
         work = self._work(bound.group.index, layer.num_heads, shape)
         return Bound(layer, entries, Dense(shape, work, descriptor), token)

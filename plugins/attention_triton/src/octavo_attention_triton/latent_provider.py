@@ -67,7 +67,7 @@ def accepts(needs: Needs, options: Any) -> Accept | Reject:
     )
     which = "Hopper" if fits and dense and getattr(options, "kernel", "auto") != "portable" else "portable"
     rest = f", {len(layers) - len(dense)} of {len(layers)} token by token" if len(dense) < len(layers) else ""
-    return Accept({"block_sizes": (64, 128, 32, 16), "alignment": 16}, f"latent caches by the {which} kernel{rest}")
+    return Accept({"block_sizes": (64, 128, 32, 16, 8), "alignment": 16}, f"latent caches by the {which} kernel{rest}")
 
 
 def _layer(layer: Any) -> str:

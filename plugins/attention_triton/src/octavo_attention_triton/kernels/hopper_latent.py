@@ -86,9 +86,11 @@ def _load_q(q_ptr, target, token0, tokens, head0, q_stride_t, q_stride_h, HEADS:
 def _consume(
     q_ptr, out_ptr, lse_ptr, items_ptr, part_ptr, part_lse_ptr, scale,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
-    q_smem, qr_smem, k_smem, r_smem, p_smem, full, empty,
-    HEADS: gl.constexpr, BLOCK_H: gl.constexpr, PACKED: gl.constexpr, LSE: gl.constexpr,
+    q_smem, qr_smem, k_smem, r_smem, p_smem, at_smem, full, empty,
+    HEADS: gl.constexpr, BLOCK_H: gl.constexpr, PACKED: gl.constexpr, LSE: gl.constexpr, CHOSEN: gl.constexpr,
 ):  # fmt: skip
+    """The consumers. CHOSEN: keys are those that at_smem [STAGES, TILE] has a position for, at least 0; else all of the item's, up
+    to each lane's own."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE // 2, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -127,15 +129,19 @@ def _consume(
         s = warpgroup_mma(q_smem, k.permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma(qr_smem, r_smem.index(stage).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        if tile >= whole:
+        if CHOSEN:
+            chosen = at_smem.index(stage).load(gl.SliceLayout(0, s_layout)) >= 0
+            s = gl.where(chosen[None, :], s, float("-inf"))
+        elif tile >= whole:
             key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, s_layout))
             s = gl.where(key[None, :] <= position[:, None], s, float("-inf"))
             if (tile + 1) * TILE > last:
                 _zero_from(k, tile, last)
-        # Every lane sees the first tile's first key, so that m is finite from the first tile on.
+        # Every lane sees the first tile's first key, so that m is finite from the first tile on; but of chosen ones there may be none.
         top = gl.maximum(m, gl.max(s, 1) * scale)
-        p = gl.exp2(s * scale - top[:, None])
-        keep = gl.exp2(m - top)
+        shift = gl.where(top == float("-inf"), 0.0, top) if CHOSEN else top
+        p = gl.exp2(s * scale - shift[:, None])
+        keep = gl.exp2(m - shift)
         m = top
         den = den * keep[:, None] + p
         p_smem.store(p.to(p_smem.dtype))
@@ -195,7 +201,7 @@ def hopper_latent_kernel(
         [
             (_consume, (q_ptr, out_ptr, lse_ptr, items_ptr, part_ptr, part_lse_ptr, scale,
                         q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
-                        q_smem, qr_smem, k_smem, r_smem, p_smem, full, empty, HEADS, BLOCK_H, PACKED, LSE)),
+                        q_smem, qr_smem, k_smem, r_smem, p_smem, p_smem, full, empty, HEADS, BLOCK_H, PACKED, LSE, False)),
             (_produce, (desc, table_ptr, items_ptr, table_stride, rows_per_page, k_smem, r_smem, full, empty, BOX, PAGE)),
         ],
         [1],

@@ -83,11 +83,12 @@ def prologue_kernel(
     tl.store(row + HALF + j, y, mask=inside & query)
     # Values are what they were: a product with an angle could make a NaN of an infinity.
     x, y = tl.where(value, a, x.to(tl.float32)), tl.where(value, b, y.to(tl.float32))
-    held = inside & (slot >= 0)
-    _keep(x, j, held, key, value, kv, offset, page_ptr, k_scale, v_scale, limit,
-          DIM, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, QUANTISE)  # fmt: skip
-    _keep(y, HALF + j, held, key, value, kv, offset, page_ptr, k_scale, v_scale, limit,
-          DIM, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, QUANTISE)  # fmt: skip
+    if (tl.program_id(1) + 1) * BLOCK_H > HEADS:  # not for query heads alone: quantising divides
+        held = inside & (slot >= 0)
+        _keep(x, j, held, key, value, kv, offset, page_ptr, k_scale, v_scale, limit,
+              DIM, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, QUANTISE)  # fmt: skip
+        _keep(y, HALF + j, held, key, value, kv, offset, page_ptr, k_scale, v_scale, limit,
+              DIM, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, QUANTISE)  # fmt: skip
     if BLOCK_REST:
         z = z.to(dtype)
         tl.store(row + r, z, mask=rest & query)

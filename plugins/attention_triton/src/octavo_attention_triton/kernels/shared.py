@@ -15,6 +15,9 @@ from octavo_attention_triton.kernels.tile import accumulate, load_tile, scores
 
 BLOCK_M, BLOCK_N = 64, 64
 MAX_PARTS = 4
+FEW_ROWS, FEW_ROWS_PARTS = 64, 16
+"""In how many parts a prefix is read at the most. A step of few rows has few tiles, and only many parts of each keep the
+device busy: a part is read by one program a KV head, tile after tile."""
 INFO = 4
 """int32 values of a tile record: state-table row of a member, tokens of the prefix, parts that it is read in, spare."""
 
@@ -100,14 +103,16 @@ def combine_kernel(
     top = tl.load(own_lse_ptr + place, mask=live, other=0.0)
     acc = tl.load(own_ptr + at, mask=mask, other=0.0)
     total = tl.full([BLOCK_H], 1.0, tl.float32)
-    for i in range(parts):
-        lse = tl.load(part_lse_ptr + i * lse_stride + place, mask=live, other=0.0)
-        o = tl.load(part_ptr + i * part_stride + at, mask=mask, other=0.0)
-        higher = tl.maximum(top, lse)
-        keep, weight = tl.exp(top - higher), tl.exp(lse - higher)
-        acc = acc * keep[:, None] + o * weight[:, None]
-        total = total * keep + weight
-        top = higher
+    for i in range(0, parts, 4):
+        for j in tl.static_range(4):  # their loads are on their way together; a part that there is not weighs nothing
+            part = i + j
+            lse = tl.load(part_lse_ptr + part * lse_stride + place, mask=live & (part < parts), other=float("-inf"))
+            o = tl.load(part_ptr + part * part_stride + at, mask=mask & (part < parts), other=0.0)
+            higher = tl.maximum(top, lse)
+            keep, weight = tl.exp(top - higher), tl.exp(lse - higher)
+            acc = acc * keep[:, None] + o * weight[:, None]
+            total = total * keep + weight
+            top = higher
     tl.store(
         out_ptr + token * out_stride_t + h[:, None] * out_stride_h + d[None, :],
         (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask,
