@@ -55,6 +55,7 @@ SHARES: list[tuple[dict[str, Any], list[int], list[tuple[list[int], int]]]] = [
     ({"k_dim": 32}, [130, 70, 129, 80, 300, 70], [([0, 1, 2, 3, 5], 64)]),
     ({"k_dim": 32, "heads": [6, 2], "sinks": True, "softcap": 3.0}, [600, 513, 5, 520, 70, 90], [([0, 1, 3], 512), ([4, 5], 64)]),
     ({"k_dim": 48, "v_dim": 32, "block_size": 64}, [140, 150, 160], [([0, 1, 2], 128)]),
+    ({"k_dim": 32}, [1153, 1160, 1170, 20], [([0, 1, 2], 1152)]),  # read in nine parts
 ]
 """(shape, lengths, [(rows, tokens that they share)])"""
 
