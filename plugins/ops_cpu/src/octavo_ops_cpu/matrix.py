@@ -15,7 +15,8 @@ from torch import Tensor
 
 from octavo_ops_cpu.jit.emitter import Dtype
 from octavo_ops_cpu.kernels.activation import ACTIVATIONS
-from octavo_ops_cpu.kernels.linear import BLOCK, UNROLL, product, tile_for
+from octavo_ops_cpu.kernels.dots import BLOCK, UNROLL
+from octavo_ops_cpu.kernels.linear import product, tile_for
 
 MAX_INPUTS = 16384
 """16 rows of so many inputs are half a megabyte, which kernels keep on their stack."""

@@ -23,7 +23,7 @@ from octavo_ops_cpu.kernels import activation, norm
 from octavo_ops_cpu.kernels.draw import draw as draw_kernel
 from octavo_ops_cpu.launch import NAMES, dtype_of, fitting
 from octavo_ops_cpu.matrix import MatrixPacker
-from octavo_ops_cpu.provider import LANES, products
+from octavo_ops_cpu.provider import LANES, multiplies
 
 
 class CpuOperators:
@@ -36,7 +36,7 @@ class CpuOperators:
             ("silu_mul", "plain"): partial(gated, "silu", core.silu_mul),
             ("gelu_tanh_mul", "plain"): partial(gated, "gelu_tanh", core.gelu_tanh_mul),
             ("draw", "plain"): draw,
-            **({("matrix", "plain"): MatrixPacker()} if products(parts.device, parts.dtype).startswith("ours") else {}),
+            **({("matrix", "plain"): MatrixPacker()} if multiplies(parts.device, parts.dtype) else {}),
         }
 
 

@@ -23,18 +23,22 @@ def accepts_operators(needs: Needs, options: Any) -> Accept | Reject:
     hidden = needs.facts.get("hidden_size", LANES)
     if hidden % LANES:
         return Reject(f"hidden_size {hidden} is not a multiple of {LANES}")
-    return Accept({}, f"each operator is one kernel; linear layers: {products(needs.device, needs.dtype)}")
+    return Accept({}, f"each operator is one kernel; products: {_products(needs.device, needs.dtype)}")
 
 
-def products(device: Device, dtype: str) -> str:
-    """Whose the products of linear layers are, and why; "ours" first where they are this plugin's."""
+def multiplies(device: Device, dtype: str) -> bool:
+    """Whether products are this plugin's: in bfloat16, with AVX512_BF16, and not where oneDNN, which core and torch multiply
+    with, has the faster AMX."""
+    return dtype == "bfloat16" and "avx512_bf16" in device.features and "amx_bf16" not in device.features
+
+
+def _products(device: Device, dtype: str) -> str:
+    """Whose the products are, for explain."""
+    if multiplies(device, dtype):
+        return "this plugin's, with AVX512_BF16"
     if dtype != "bfloat16":
-        return f"core's, the weights are {dtype}"
-    if "avx512_bf16" not in device.features:
-        return "core's, the CPU has no AVX512_BF16"
-    if "amx_bf16" in device.features:
-        return "core's, the CPU has AMX, which oneDNN multiplies with"
-    return "ours, packed for AVX512_BF16"
+        return f"torch's, for {dtype}"
+    return "torch's, for the CPU has " + ("AMX" if "amx_bf16" in device.features else "no AVX512_BF16")
 
 
 def accepts_attention(needs: Needs, options: Any) -> Accept | Reject:
@@ -64,8 +68,8 @@ def accepts_attention(needs: Needs, options: Any) -> Accept | Reject:
 def _layer(layer: Any) -> str:
     if layer.k_dim != layer.v_dim:
         return f"layer {layer.index}: K is {layer.k_dim} wide and V {layer.v_dim}; they must be equal"
-    if layer.k_dim % 8 or not 8 <= layer.k_dim <= MAX_WIDTH:
-        return f"layer {layer.index}: heads are {layer.k_dim} wide, not a multiple of 8 from 8 to {MAX_WIDTH}"
+    if layer.k_dim % LANES or not LANES <= layer.k_dim <= MAX_WIDTH:
+        return f"layer {layer.index}: heads are {layer.k_dim} wide, not a multiple of {LANES} from {LANES} to {MAX_WIDTH}"
     if layer.num_heads % layer.num_kv_heads or layer.num_heads // layer.num_kv_heads > MAX_GROUP:
         return (
             f"layer {layer.index}: {layer.num_heads} query heads for {layer.num_kv_heads} KV heads; at most {MAX_GROUP} for each"

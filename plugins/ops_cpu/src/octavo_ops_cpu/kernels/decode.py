@@ -76,7 +76,7 @@ def decode(shape: Rows) -> Kernel:
 
     q [tokens, heads, width], heads dense; out [tokens, heads, width] dense; table int32 [any, columns]; rows int64 [count, 3]:
     of each row its token, its line of the table and its keys; sinks float32 [heads]. stats, unless 0: float32
-    [count, heads, 2], the maximum and the sum of the softmax."""
+    [tokens, heads, 2], the maximum and the sum of the softmax."""
     name = f"decode_{shape.heads}_{shape.kv_heads}_{shape.width}_{shape.block}_{shape.dtype}"
     return compile_kernel(name, 11, partial(_decode, shape), shape.lanes)
 
@@ -93,8 +93,8 @@ def _decode(
     with e.loop(first, end) as task:
         pages = _pages(shape, e, cache, table, columns, rows, task)
         following = _pages(shape, e, cache, table, columns, rows, e.smaller(task + 1, end - 1))
-        row, keys, head = task // shape.kv_heads, pages.keys, pages.kv_head * group
-        token = e.index(rows + row * 24, I64)
+        keys, head = pages.keys, pages.kv_head * group
+        token = e.index(rows + task // shape.kv_heads * 24, I64)
         with e.loop(0, group * shape.width, e.lanes) as i:
             value = e.load(q + token * distance + (head * shape.width + i) * item, shape.dtype)
             e.store(value * e.number(scale), queries + i * 4, "float32")
@@ -114,13 +114,13 @@ def _decode(
             with e.loop(0, shape.width, e.lanes) as i:
                 e.store(e.load(sums + (h * shape.width + i) * 4, "float32") * share, target + i * item, shape.dtype)
             with e.when(stats > 0):
-                pair = stats + (row * shape.heads + head + h) * 8
+                pair = stats + (token * shape.heads + head + h) * 8
                 e.store(e.load_one(best + h * 4, "float32"), pair, "float32")
                 e.store(e.load_one(total + h * 4, "float32"), pair + 4, "float32")
 
 
 @dataclass(slots=True)
-class _Pages:
+class Pages:
     """A row's keys [seen, keys) of one KV head; table: the address of its line."""
 
     shape: Rows
@@ -157,15 +157,15 @@ class _Pages:
             self.e.prefetch(address + key * self.shape.row_bytes + line)
 
 
-def _pages(shape: Rows, e: Emitter, cache: Value, table: Value, columns: Value, rows: Value, task: Value) -> _Pages:
+def _pages(shape: Rows, e: Emitter, cache: Value, table: Value, columns: Value, rows: Value, task: Value) -> Pages:
     """Those of a task."""
     entry = rows + task // shape.kv_heads * 24
     line, keys = e.index(entry + 8, I64), e.index(entry + 16, I64)
     seen = e.larger(keys - shape.window, 0) if shape.window else e.i64(0)
-    return _Pages(shape, e, cache, table + line * columns * 4, task % shape.kv_heads, seen, keys)
+    return Pages(shape, e, cache, table + line * columns * 4, task % shape.kv_heads, seen, keys)
 
 
-def _score(pages: _Pages, part: Value, queries: Value, scores: Value) -> None:
+def _score(pages: Pages, part: Value, queries: Value, scores: Value) -> None:
     """scores [group, PART] = queries . keys, -inf where there is no key. Asks for the part's values meanwhile."""
     e, shape, item = pages.e, pages.shape, ITEM[pages.shape.dtype]
     for i in range(0, shape.group * PART, LANES):
@@ -194,7 +194,7 @@ def _weigh(shape: Rows, e: Emitter, scores: Value, best: Value, total: Value, su
         places = [scores + (h * PART + i) * 4 for i in range(0, PART, LANES)]
         part = [e.load_raw(place, vector, 64) for place in places]
         if shape.softcap:
-            part = [_capped(e, score, shape.softcap) for score in part]
+            part = [capped(e, score, shape.softcap) for score in part]
         before = e.load_one(best + h * 4, "float32")
         now = e.maximum(before, reduce(e.maximum, part).max())
         weights = [e.exp(score - now) for score in part]
@@ -210,13 +210,13 @@ def _weigh(shape: Rows, e: Emitter, scores: Value, best: Value, total: Value, su
                 e.store(e.load(at, "float32") * shrink, at, "float32")
 
 
-def _capped(e: Emitter, score: Value, cap: float) -> Value:
+def capped(e: Emitter, score: Value, cap: float) -> Value:
     """cap * tanh(score / cap); -inf, which is no key, stays."""
     grown = e.exp(e.least(score * (2 / cap), 87.0))
     return e.select(score.equals(-math.inf), score, cap - 2 * cap / (grown + 1.0))
 
 
-def _add(pages: _Pages, after: _Pages, part: Value, weights: Value, sums: Value) -> None:
+def _add(pages: Pages, after: Pages, part: Value, weights: Value, sums: Value) -> None:
     """sums [group, width] += weights . values. Asks for the next part's keys meanwhile, which may be those of the task after."""
     e, shape, item = pages.e, pages.shape, ITEM[pages.shape.dtype]
     for turn in shape.turns():

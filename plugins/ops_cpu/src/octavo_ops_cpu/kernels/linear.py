@@ -1,29 +1,20 @@
 """x W^T in bfloat16 on a processor with AVX512_BF16: the weight's layout, and the kernels over it.
 
-Owns the packed layout: [out / 16, in / 2, 16, 2], 16 outputs side by side, so that one vector holds a pair of
-inputs of each, which is what the instruction VDPBF16PS multiplies by one pair of x and adds to 16 float32 sums. A matrix
-is read once, front to back, for up to 16 rows: few rows are bound by memory. Sums are float32; the result is rounded once.
+Owns the packed layout: [out / 16, in / 2, 16, 2], blocks of 16 outputs, each a stream of `octavo_ops_cpu.kernels.dots`. A
+matrix is read once, front to back, for up to 16 rows: few rows are bound by memory. Sums are float32; the result is
+rounded once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-
-from llvmlite import ir
+from itertools import chain
 
 from octavo_ops_cpu.jit.compiler import Kernel, compile_kernel
-from octavo_ops_cpu.jit.emitter import F32, I32, ITEM, BFloat, Dtype, Emitter, Value, Variable
+from octavo_ops_cpu.jit.emitter import I32, ITEM, Dtype, Emitter, Value
 from octavo_ops_cpu.kernels.activation import ACTIVATIONS
-
-BLOCK = 16
-"""Outputs of one vector."""
-
-PAIRS = ir.VectorType(BFloat(), 2 * BLOCK)
-SUMS = ir.VectorType(F32, BLOCK)
-
-UNROLL = 4
-"""Pairs of inputs of one turn of the inner loop; a matrix has a multiple of 2 * UNROLL inputs."""
+from octavo_ops_cpu.kernels.dots import BLOCK, Left, dots
 
 AHEAD = 12 << 10
 """Bytes of the matrix that few rows ask for in advance, to the second-level cache. The processor's own prefetcher stops at
@@ -39,8 +30,7 @@ REGISTERS = 28
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """rows x blocks sums are held in registers (at most REGISTERS). split: sums over every split-th pair apart, so that one
-    row does not wait for its own last addition."""
+    """rows x blocks sums are held in registers (at most REGISTERS); split as `dots` takes it."""
 
     rows: int
     blocks: int = 1
@@ -112,8 +102,12 @@ def _body(
                 streams += [s + width // BLOCK * stream for s in streams]
             # All blocks of a tile in one pass over x, or, where they would not fit into registers, one after the other.
             at_once = len(streams) if len(streams) * tile.rows <= REGISTERS else 1
+            left = Left(source, tile.rows, row=4, pair=4 * tile.rows)
+            ahead = 0 if tile in MANY else AHEAD
             for i in range(0, len(streams), at_once):
-                _sums(e, tile, source, streams[i : i + at_once], inputs, sums + i * tile.rows * BLOCK * 4)
+                found = dots(e, left, streams[i : i + at_once], inputs // 2, split=tile.split, ahead=ahead)
+                for j, value in enumerate(chain.from_iterable(found)):
+                    e.store(value, sums + (i * tile.rows + j) * (BLOCK * 4), "float32")
             with e.loop(0, e.smaller(rows - row, tile.rows)) as r:
                 for c, b in enumerate(blocks):
                     at = [b * BLOCK, b * BLOCK + width][: 2 if gate else 1]
@@ -129,30 +123,3 @@ def _pack(e: Emitter, tile: Tile, x: Value, panel: Value, top: Value, bottom: Va
         with e.loop(0, inputs // 2) as pair:
             for r, source in enumerate(sources):
                 e.store_raw(e.load_raw(source + pair * 4, I32, 4), target + (pair * tile.rows + r) * 4, 4)
-
-
-def _sums(e: Emitter, tile: Tile, source: Value, streams: list[Value], inputs: Value, sums: Value) -> None:
-    """For each stream (the address of a block of the weight) and each row of a tile, 16 sums over all inputs, into sums
-    float32 [streams, tile.rows, 16]."""
-    zero = e.splat(0.0, BLOCK)
-    held = [[[Variable(e, zero) for _ in range(tile.rows)] for _ in streams] for _ in range(tile.split)]
-    with e.loop(0, inputs // 2, UNROLL) as first:
-        for u in range(UNROLL):
-            pair = first + u
-            weights = [e.load_raw(s + pair * (4 * BLOCK), PAIRS, 64) for s in streams]
-            if tile not in MANY:
-                e.prefetch(streams[0] + pair * (4 * BLOCK) + AHEAD)
-            for r in range(tile.rows):
-                mine = e.bits(e.splat(e.load_raw(source + (pair * tile.rows + r) * 4, I32, 4), BLOCK), PAIRS)
-                for b, weights_of_block in enumerate(weights):
-                    variable = held[u % tile.split][b][r]
-                    variable.set(_dot(e, variable.get(), weights_of_block, mine))
-    for b in range(len(streams)):
-        for r in range(tile.rows):
-            total = sum((held[part][b][r].get() for part in range(1, tile.split)), held[0][b][r].get())
-            e.store(total, sums + (b * tile.rows + r) * (BLOCK * 4), "float32")
-
-
-def _dot(e: Emitter, sums: Value, a: Value, b: Value) -> Value:
-    """sums + a0 b0 + a1 b1 in each of 16 lanes: VDPBF16PS."""
-    return e.call("llvm.x86.avx512bf16.dpbf16ps.512", SUMS, [sums, a, b])
