@@ -41,9 +41,9 @@ class Prefill:
         self._hopper, self._roomy, self._sms = hopper, roomy, sms
         self._nothing = torch.zeros(1, dtype=torch.float32, device=device)
 
-    def bind(self, layers: Iterable[tuple[AttentionLayer, PageGeometry]], max_model_len: int) -> None:
-        """Allocate the workspace: 16-bit values, as many as the largest layer needs; all layers share it."""
-        self._max_model_len = max_model_len
+    def bind(self, layers: Iterable[tuple[AttentionLayer, PageGeometry]], wide_tokens: int) -> None:
+        """Allocate the workspace: 16-bit values, as many as the largest layer needs for so many tokens; all layers share it."""
+        self._wide_tokens = wide_tokens
         most = max((self._wide_values(layer, g) for layer, g in layers), default=0)
         self._workspace = torch.empty(most, dtype=self._dtype, device=self._device)
 
@@ -70,7 +70,7 @@ class Prefill:
         """Pages of the workspace for FP8 pages of this layer; 0 where it needs none."""
         if g.dtype not in FP8 or not self._hopper_serves(layer, g):
             return 0
-        return workspace_pages(g, self._dtype.itemsize, self._max_model_len)
+        return workspace_pages(g, self._dtype.itemsize, self._wide_tokens)
 
     def descriptor(self, layer: AttentionLayer, cache: torch.Tensor, g: PageGeometry) -> Any:
         """The copy descriptor of what the Hopper kernel reads if it prefills this layer, else None. ValueError if it is asked

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from octavo.interfaces import Limits, StepHost
+from octavo.interfaces import StepHost
 from octavo.transfer import to_device
 
 from octavo_attention_triton.geometry import PageGeometry
@@ -34,10 +34,9 @@ class Batch:
     items: Items
 
 
-def workspace_pages(geometry: PageGeometry, wide_bytes: int, limits: Limits) -> int:
-    """Pages that hold the longest row, and all prompts that a step computes from their beginning, or as many as MOST_BYTES do.
-    wide_bytes: of a widened value."""
-    whole = -(-max(limits.max_model_len, limits.max_num_batched_tokens) // HOPPER_TOKENS) * HOPPER_TOKENS // min(geometry.page, HOPPER_TOKENS)
+def workspace_pages(geometry: PageGeometry, wide_bytes: int, tokens: int) -> int:
+    """Pages that hold `tokens`, or as many as MOST_BYTES do. wide_bytes: of a widened value."""
+    whole = -(-tokens // HOPPER_TOKENS) * HOPPER_TOKENS // min(geometry.page, HOPPER_TOKENS)
     return min(whole, MOST_BYTES // (geometry.heads * geometry.page * (geometry.k_dim + geometry.v_dim) * wide_bytes))
 
 
