@@ -84,6 +84,37 @@ def test_a_captured_graph_serves_other_lengths_and_padding_rows(kv_dtype: str | 
     check_a_captured_graph(target().scene(shape, (1000, 300, 64, 2000), layers=2))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_a_kernel_that_starts_early_reads_no_token_before_this_step_has_written_it(kv_dtype: str | None) -> None:
+    """Rows of one step may be tokens of one sequence, in any order. From the second layer on decode starts before the write in front
+    of it has ended, and copies what is older than the step at once: what is not must not be among it."""
+    lengths, new = (3000, 2000), 8
+    scene = target().scene(Shape((8, 2), 128, block_size=8, dtype=BF16, kv_dtype=kv_dtype), lengths, layers=2)
+    for layer in (0, 1):
+        scene.fill([n - new for n in lengths], layer=layer)
+    work = [(i, n - 1 - j, 1) for j in range(new) for i, n in enumerate(lengths)]  # the last token first
+    step = scene.step(work)
+    columns = {
+        name: [torch.cat([getattr(scene.rows[i], name)[layer][at : at + 1] for i, at, _ in work]) for layer in (0, 1)]
+        for name in "qkv"
+    }
+    outs = [torch.empty_like(columns["q"][0]) for _ in (0, 1)]
+    last = [int(scene.table[scene.rows[i].slot, (n - 1) // 8]) for i, n in enumerate(lengths)]
+    for _ in range(20):
+        for cache in scene.caches:
+            for block in last:
+                cache[block].view(torch.uint8).fill_(0x7F if kv_dtype else 0xFF)  # NaN
+        scene.backend.prepare(step)
+        scene.backend.plan(step)
+        for layer in (0, 1):
+            scene.backend.write(layer, step, columns["k"][layer], columns["v"][layer])
+            scene.backend.run(layer, step, columns["q"][layer], outs[layer])
+        for layer in (0, 1):
+            for found, item in zip(outs[layer], work, strict=True):
+                error = float((found.double() - scene.expected(item, layer=layer).out[0]).abs().max())
+                assert error < 2e-2, f"layer {layer}, row {item}: off by {error}"
+
+
 def test_kernels_run_on_the_stream_that_is_current_at_each_launch() -> None:
     """S7: rows are written and read behind a busy kernel on a stream of its own, 50 times; nothing is read too early."""
     scene = target().scene(Shape((8, 2), 128, block_size=64, dtype=BF16), [600, 90])

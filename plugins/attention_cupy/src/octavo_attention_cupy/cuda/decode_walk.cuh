@@ -77,7 +77,7 @@ struct Feed {
     int run, runs;               // tokens of a run, runs of a slice
     int slice, slices;           // of the segment, not yet looked up
     int id, slot, head, ready;   // looked up: this lane's page (-1: none) and the number of slices
-    bool newest;                 // looked up: whether this lane's run holds the row's last token
+    bool newest;                 // looked up: whether this lane's run holds tokens that this step writes
     const u8 *k, *v;             // the current batch: this lane's run (null: none)
     bool fresh;                  // of the current batch, what `newest` is of the one looked up
     int left, turn;              // slices of the batch not yet copied; the first of them
@@ -110,7 +110,7 @@ struct Feed {
         bool held = lane / runs < ready && token < walk.stop && token + run > walk.row.first;
         int column = token / a.page;
         slot = token - column * a.page;
-        newest = held && token + run >= walk.row.last;
+        newest = held && token + run > walk.row.fresh;
         head = walk.segment.head / a.pieces;
         id = held ? __ldg(a.table + walk.row.table_row * a.table_row + column) : -1;
         slice += ready;
@@ -133,8 +133,7 @@ struct Feed {
         if (left == 0) return;
         int lane = threadIdx.x % 32, mine = lane - turn * runs;
         bool held = mine >= 0 && mine < runs && k != nullptr;
-        // A row's last token is this step's, written by the kernel before this one. All others, and the block table, are older
-        // than the work map.
+        // Fresh tokens are written by the kernel before this one. All others, and the block table, are older than the work map.
         if (!settled && __any_sync(~0u, held && fresh)) settle();
         u32 to_k = stage + mine * run * KRows::PANEL, to_v = stage + SLICE * KRows::BYTES + mine * run * VRows::PANEL;
 #if HOPPER

@@ -20,6 +20,8 @@ struct PlanArgs {
 static_assert(sizeof(PlanArgs) == ARGS_BYTES, "PlanArgs of launch.py is another one");
 
 constexpr int THREADS = 1024;
+constexpr int NONE = 0x7fffffff;
+constexpr int SEQUENCES = 2048;  // that are told apart; more of them share a value, which is then too small, and safe
 
 // Inclusive sum over the block of a value a thread; `scratch` holds 32 values.
 DEVICE u64 block_sum(u64 x, u64* scratch) {
@@ -46,7 +48,12 @@ DEVICE u64 block_sum(u64 x, u64* scratch) {
 extern "C" __global__ void __launch_bounds__(THREADS) plan(const __grid_constant__ PlanArgs a) {
     __shared__ u64 scratch[32];
     __shared__ u64 carried;
+    __shared__ int fresh[SEQUENCES];  // by sequence: its first token that this step writes
     if (threadIdx.x == 0) carried = 0;
+    for (int i = threadIdx.x; i < SEQUENCES; i += THREADS) fresh[i] = NONE;
+    __syncthreads();
+    for (int r = threadIdx.x; r < a.rows; r += THREADS)
+        atomicMin(fresh + a.table_rows[r] % SEQUENCES, max(a.seq_lens[r] - (a.query_start[r + 1] - a.query_start[r]), 0));
     __syncthreads();
     // Decoding rows in the upper half of the sum, units in the lower.
     for (int base = 0; base < a.rows; base += THREADS) {
@@ -59,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(const __grid_constant
             row.last = max(a.seq_lens[r], 0);
             row.first = a.window > 0 ? max(row.last - a.window, 0) : 0;
             row.table_row = (int)a.table_rows[r];
+            row.fresh = fresh[row.table_row % SEQUENCES];
             row.tiles = row_tiles(row.first, row.last, a.unit);
         }
         u64 mine = decodes ? (1ull << 32) + (u64)(row.tiles * a.heads) : 0;

@@ -8,9 +8,10 @@
 
 #include "integers.cuh"
 
-// One decoding row, as the plan kernel leaves it. `before`: units of the rows before it. [first, last): visible tokens.
+// One decoding row, as the plan kernel leaves it. `before`: units of the rows before it. [first, last): visible tokens, of which
+// those from `fresh` on are written during this step: its own, and those of other rows of its sequence.
 struct __attribute__((aligned(16))) RowWork {
-    int before, tiles, token, table_row, first, last, index, unused;
+    int before, tiles, token, table_row, first, last, index, fresh;
 };
 
 // What a block reads first. `share` 0: nothing to do.
