@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from octavo.bench.kernel import cuda_device
 from octavo.interfaces import Gate, OperatorParts, Routing
-from octavo.model.matrix import CublasMatrix
+from octavo.model.matrix import CublasMatrix, Offers, layer_matrix
 from octavo_ops_triton.operators import TritonOperators
 from octavo_ops_triton.provider import TritonOptions
 from torch import Tensor
@@ -93,6 +93,8 @@ class Layer:
             self.scales = {"scales": tuple(torch.rand(size, device="cuda").add_(0.5).div_(64) for size in sizes)}
         self.experts = self.ops["experts_fp8" if weights == "fp8" else "experts"]
         self.shared = (weight(2 * shared, hidden), weight(hidden, shared)) if shared else None
+        offers = Offers(small=self.ops["small_linear"])  # as the engine multiplies what is not quantised
+        self.shared_matrices = [layer_matrix(w, None, offers) for w in self.shared or ()]
 
     def floor_bytes(self, ids: Tensor) -> int:
         used = len(ids.unique())
@@ -102,7 +104,8 @@ class Layer:
     def shared_part(self, x: Tensor) -> Tensor | None:
         if self.shared is None:
             return None
-        return F.linear(self.ops["silu_mul"](F.linear(x, self.shared[0])), self.shared[1])
+        gate_up, down = self.shared_matrices
+        return down(self.ops["silu_mul"](gate_up(x)))
 
     def run(self, x: Tensor) -> Tensor:
         weights, ids = self.ops["route"](CublasMatrix(self.router, None)(x), self.routing)

@@ -315,6 +315,21 @@ def test_scales_of_each_head_count_by_their_largest(model: Path, tmp_path: Path)
     assert got == logprobs(engine(with_tensors(model, tmp_path / "b", one), kv_cache_dtype="fp8_e4m3"))
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_head_whose_own_scale_is_smaller_loses_nothing_by_the_largest(kind: torch.dtype) -> None:
+    """A float keeps its mantissa at any size: only a head a thousand times smaller than the largest would run out of exponents."""
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    most = torch.finfo(kind).max
+    own = float(values.abs().max()) / most
+
+    def error(scale: float) -> float:
+        held = (values / scale).clamp(-most, most).float().to(kind).double() * scale
+        return float((held - values).norm() / values.norm())
+
+    for larger in (1.7, 8.0, 100.0, 1000.0):
+        assert error(own * larger) < 1.02 * error(own), larger
+
+
 def test_an_fp8_cache_takes_half_the_bytes_of_bfloat16(model: Path) -> None:
     blocks = {
         kind: engine(model, dtype="bfloat16", kv_cache_dtype=kind, kv_cache_memory_bytes=8 << 20).info.num_blocks
