@@ -16,39 +16,55 @@ ITEM = 8
 INFO = 4
 
 
-@triton.jit(do_not_specialize=["count", "budget", "capacity"])
-def plan_kernel(
-    query_start, seq_lens, rows, skip, items, cuts, count, budget, capacity,
-    SKIP: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Cut the visible tiles of every row with one new token into about `budget` equal parts.
-
-    A row gets its share of the budget, rounded, at least one part and none of less than MIN_TILES, so at most budget + count items are made.
-    Rows with several new tokens (prefill) get none. A row of length zero gets one empty item: its
-    output is defined (zeros).
-    """
-    r = tl.arange(0, ROWS)
+@triton.jit
+def _row(query_start, seq_lens, skip, r, count, SKIP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Of rows r of the step: query token, length (0 where it is not decoding), first token that is read, its tile, and tiles."""
     live = r < count
     token = tl.load(query_start + r, mask=live, other=0)
     decoding = live & (tl.load(query_start + r + 1, mask=live, other=0) - token == 1)
     length = tl.where(decoding, tl.load(seq_lens + r, mask=live, other=0), 0)
-    row = tl.load(rows + r, mask=live, other=0).to(tl.int32)
     first = tl.zeros_like(length)
     if SKIP:
         first = tl.where(decoding, tl.load(skip + r, mask=live, other=0), 0)
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     tile0 = first // TILE
-    tiles = tl.cdiv(length, TILE) - tile0
-    total = tl.maximum(tl.sum(tiles, 0), 1)
+    return tl.where(decoding, token, -1), length, first, tile0, tl.cdiv(length, TILE) - tile0
+
+
+@triton.jit
+def _splits(token, tiles, total, budget, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Items of rows: their share of the budget, rounded, at least one and none of less than MIN_TILES tiles."""
     splits = (tiles.to(tl.int64) * budget + total // 2) // total
     splits = tl.minimum(splits.to(tl.int32), tl.minimum(tiles // MIN_TILES, MAX_SPLITS))
-    splits = tl.maximum(splits, 1)
-    splits = tl.where(decoding, splits, 0)
+    return tl.where(token >= 0, tl.maximum(splits, 1), 0)
+
+
+@triton.jit(do_not_specialize=["count", "budget", "capacity"])
+def plan_kernel(
+    query_start, seq_lens, rows, skip, items, cuts, count, budget, capacity,
+    SKIP: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Cut the visible tiles of every row with one new token into about `budget` equal parts; rows of the largest come first, so that
+    the last programs to start are short ones.
+
+    At most budget + count items are made. Rows with several new tokens (prefill) get none. A row of length zero gets one empty item: its
+    output is defined (zeros).
+    """
+    r = tl.arange(0, ROWS)
+    token, length, first, tile0, tiles = _row(query_start, seq_lens, skip, r, count, SKIP, TILE, WINDOW)
+    total = tl.maximum(tl.sum(tiles, 0), 1)
+    largest = tl.cdiv(tiles, tl.maximum(_splits(token, tiles, total, budget, MIN_TILES, MAX_SPLITS), 1))
+    r = ROWS - 1 - tl.sort(largest * ROWS + (ROWS - 1 - r), descending=True) % ROWS
+
+    live = r < count
+    token, length, first, tile0, tiles = _row(query_start, seq_lens, skip, r, count, SKIP, TILE, WINDOW)
+    row = tl.load(rows + r, mask=live, other=0).to(tl.int32)
+    splits = _splits(token, tiles, total, budget, MIN_TILES, MAX_SPLITS)
     place = tl.cumsum(splits, 0) - splits
     used = tl.sum(splits, 0)
-    tl.store(cuts + r * 4, tl.where(decoding, token, -1), mask=live)
+    tl.store(cuts + r * 4, token, mask=live)
     tl.store(cuts + r * 4 + 1, place, mask=live)
     tl.store(cuts + r * 4 + 2, splits, mask=live)
 
