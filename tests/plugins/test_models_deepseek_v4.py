@@ -23,8 +23,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "models_deepseek" / "src"))
 
+from octavo_models_deepseek.turn import PairRotary, pair_turn
 from octavo_models_deepseek.v4_adapter import V4Adapter, accepts
-from octavo_models_deepseek.v4_compress import PairRotary, rotated
 from octavo_models_deepseek.v4_config import read_v4
 
 TOKENS = [(7 * i + i // 3) % 64 for i in range(53)]
@@ -165,7 +165,8 @@ def test_angles_at_positions_far_out_are_exact_and_turn_back(position: int) -> N
         assert float((cos.double() - torch.from_numpy(np.cos(turns))).abs().max()) < 1e-7
         step = torch.hypot(cos[1:] - cos[:-1], sin[1:] - sin[:-1])
         assert float(step.amax(1).min()) > 0.5, "the fastest pair turns by nearly a radian a token"
-        assert float((rotated(rotated(x, (cos, sin)), (cos, sin), back=True) - x).abs().max()) < 1e-6
+        turned = pair_turn(x, cos, sin, torch.float32)
+        assert float((pair_turn(turned, cos, sin, torch.float32, back=True) - x).abs().max()) < 1e-6
 
 
 def test_what_a_token_costs_is_paged_by_use() -> None:

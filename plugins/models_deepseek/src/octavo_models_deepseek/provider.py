@@ -38,14 +38,14 @@ def accepts_triton(needs: Needs, options: Any) -> Accept | Reject:
     device = needs.device
     if device.type != "cuda" or device.capability < (8, 0):
         return Reject(f"device is {device.type} {device.capability}: Triton operators need CUDA 8.0 or later")
-    return Accept({}, "V4's hyper-connections in two kernels")
+    return Accept({}, "V4's hyper-connections, norms and rotations of heads")
 
 
 OPERATORS = Provider(
     name="deepseek-triton",
     kind="operators",
-    load="octavo_models_deepseek.hyper_kernels:TritonOperators",
+    load="octavo_models_deepseek.kernels:TritonOperators",
     priority=22,
     accepts=accepts_triton,
-    summary="Hyper-connections of DeepSeek V4, two Triton kernels around a block (CUDA 8.0 and later)",
+    summary="Hyper-connections, norms and rotations of DeepSeek V4, a Triton kernel each (CUDA 8.0 and later)",
 )

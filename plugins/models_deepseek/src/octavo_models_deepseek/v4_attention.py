@@ -6,6 +6,7 @@ so the rotation that K carries is taken off the output again, at the query's pos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,8 +15,9 @@ from octavo.model.matrix import Matrix, head_matrix
 from octavo.model.parameter import Buffer, Parameter
 from torch import Tensor
 
+from octavo_models_deepseek.turn import Angles, PairRotary, pair_join, pair_turn
 from octavo_models_deepseek.unit import UnitMatrix
-from octavo_models_deepseek.v4_compress import Angles, Compressor, PairRotary, rms, rotated
+from octavo_models_deepseek.v4_compress import Compressor
 from octavo_models_deepseek.v4_config import Cache, V4Config, V4Layer
 
 
@@ -32,6 +34,7 @@ class EntryIndex:
         self._query = parts.linear(name, config.query_rank, {"wq_b": config.index.heads * config.index.dim})
         self._weights = Parameter(f"{name}.weights_proj.weight", (config.index.heads, config.hidden_size), parts)
         self._cache = parts.attention(caches["index entries"].layer)
+        self._turn = parts.find("pair_turn") or pair_turn
 
     def finish(self) -> None:
         self._compress.finish()
@@ -40,7 +43,7 @@ class EntryIndex:
 
     def __call__(self, step: Step, x: Tensor, low: Tensor, angles: Angles) -> Tensor | None:
         """Numbers of entries int32 [T, top], or None where every token sees all of its row's."""
-        query = rotated(self._query(low).view(-1, *self._shape), angles)
+        query = self._turn(self._query(low).view(-1, *self._shape), *angles, x.dtype)
         weights = self._head_weights(x) * self._shape[0] ** -0.5
         return self._cache.choose(step, query, weights, self._compress(step, x), self._top)  # type: ignore[attr-defined,no-any-return]
 
@@ -71,6 +74,9 @@ class WindowedAttention:
             self._entries = parts.attention(by_use["entries"].layer)
         if layer.kind == "sparse":
             self._index = EntryIndex(f"{name}.indexer", config, layer, dict(by_use), rotary, parts)
+        self._rms: Callable[..., Tensor] = parts.op("rms_norm")
+        self._turn: Callable[..., Tensor] = parts.find("pair_turn") or pair_turn
+        self._join: Callable[..., Tensor] = parts.find("pair_join") or pair_join
         self._split, self._heads, self._dim = (config.query_rank, dim), heads, dim
         self._groups, self._eps = groups, config.norm_eps
         self.activation = self._inputs.activation if layer.kind == "window" else "plain"
@@ -85,24 +91,18 @@ class WindowedAttention:
 
     def __call__(self, step: Step, x: Tensor, angles: Angles) -> Tensor:
         low, entry = self._inputs(x).split_with_sizes(self._split, -1)
-        low = rms(low, self._eps, self._q_norm)
-        query = rotated(rms(self._query(low).view(-1, self._heads, self._dim), self._eps), angles)
-        entry = rotated(rms(entry, self._eps, self._kv_norm).unsqueeze(1), angles)
+        dtype, eps = low.dtype, self._eps
+        low = self._rms(low, self._q_norm, eps, dtype)
+        query = self._turn(self._query(low).view(-1, self._heads, self._dim), *angles, dtype, eps=eps)
+        entry = self._turn(entry.unsqueeze(1), *angles, dtype, eps=eps, weight=self._kv_norm)
         self._window.store(step, entry, entry)  # type: ignore[attr-defined]
-        out, sums = self._window.weighed(step, query)  # type: ignore[attr-defined]
-        if self._compress is not None:
+        found = self._window.weighed(step, query)  # type: ignore[attr-defined]
+        if self._compress is None:
+            out = self._turn(found[0], *angles, dtype, back=True)
+        else:
             made = self._compress(step, x)
             self._entries.store(step, made, made)  # type: ignore[attr-defined]
             select = None if self._index is None else self._index(step, x, low, angles)
-            out = merged((out, sums), self._entries.weighed(step, query, select))  # type: ignore[attr-defined]
-        out = rotated(out, angles, back=True)
+            out = self._join(found, self._entries.weighed(step, query, select), *angles)  # type: ignore[attr-defined]
         grouped = torch.bmm(out.reshape(len(x), self._groups, -1).transpose(0, 1), self._blocks)  # [groups, T, rank]
         return self._output(grouped.transpose(0, 1).reshape(len(x), -1))
-
-
-def merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention over two sets of keys from the attention over each, [T, heads, D], and its log-sum-exp [T, heads]; the
-    second may have seen nothing (-inf)."""
-    total = torch.logaddexp(first[1], second[1])
-    shares = [(out.float() * (lse - total).exp().unsqueeze(-1)) for out, lse in (first, second)]
-    return (shares[0] + shares[1]).to(first[0].dtype)

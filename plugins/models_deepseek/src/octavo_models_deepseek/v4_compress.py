@@ -10,48 +10,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from octavo.interfaces import ModelParts, Step
-from octavo.model.linear import torch_device
 from octavo.model.parameter import Parameter
-from octavo.model.rope import RopeConfig
-from octavo.model.rotary import inverse_frequencies
 from torch import Tensor
 
+from octavo_models_deepseek.turn import Angles, PairRotary, pair_turn
 from octavo_models_deepseek.v4_config import Cache, V4Config
-
-Angles = tuple[Tensor, Tensor]
-"""cos and sin float32 [T, rotated / 2]."""
-
-
-class PairRotary:
-    """RoPE of pairs (2j, 2j + 1) of the trailing dims. Turns are counted in float64: a million positions of a fast pair are
-    more than float32 can tell apart."""
-
-    def __init__(self, rope: RopeConfig, parts: ModelParts) -> None:
-        self._frequencies = inverse_frequencies(rope).double().to(torch_device(parts.device))
-        self._factor = rope.attention_factor
-
-    def angles(self, positions: Tensor) -> Angles:
-        turns = positions.double().unsqueeze(1) * self._frequencies
-        return turns.cos().float() * self._factor, turns.sin().float() * self._factor
-
-
-def rotated(x: Tensor, angles: Angles, *, back: bool = False) -> Tensor:
-    """x [T, heads, D] with its trailing pairs turned by angles of its T tokens, or turned back."""
-    cos, sin = (part.unsqueeze(1) for part in angles)
-    if back:
-        sin = -sin
-    width = 2 * cos.shape[-1]
-    tail = x[..., -width:].float()
-    even, odd = tail[..., 0::2], tail[..., 1::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat((x[..., :-width], turned.to(x.dtype)), -1)
-
-
-def rms(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """x over its last axis' root mean square, times weight if there is one; float32 within, x's dtype."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide if weight is None else wide * weight).to(x.dtype)
 
 
 class Compressor:
@@ -71,6 +34,7 @@ class Compressor:
             Parameter(f"{name}.norm.weight", (dim,), parts, torch.float32),
         )
         self._eps, self._rotary = config.norm_eps, rotary
+        self._turn = parts.find("pair_turn") or pair_turn
         self._parts = parts.attention(cache.layer)
 
     def finish(self) -> None:
@@ -82,7 +46,8 @@ class Compressor:
         both = F.linear(x, self._matrix).unsqueeze(1)
         self._parts.store(step, both, both[..., : both.shape[-1] // 2])  # type: ignore[attr-defined]
         made = self._parts.compress(step, self._places, overlapping=self._overlapping)  # type: ignore[attr-defined]
-        return rotated(rms(made, self._eps, self._norm).to(x.dtype).unsqueeze(1), self._angles(step))
+        entries: Tensor = self._turn(made.unsqueeze(1), *self._angles(step), x.dtype, eps=self._eps, weight=self._norm)
+        return entries
 
     def _angles(self, step: Step) -> Angles:
         """Those of every token's window if it closes with the token: of the window's first token. Once a step for all layers."""

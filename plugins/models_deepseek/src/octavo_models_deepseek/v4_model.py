@@ -18,8 +18,8 @@ from octavo.model.operators import gated
 from torch import Tensor
 
 from octavo_models_deepseek.hyper import HyperConnection, HyperHead
+from octavo_models_deepseek.turn import Angles, PairRotary
 from octavo_models_deepseek.v4_attention import WindowedAttention
-from octavo_models_deepseek.v4_compress import Angles, PairRotary
 from octavo_models_deepseek.v4_config import Cache, V4Config
 
 
