@@ -12,7 +12,7 @@ from octavo.model.adapters import DecoderAdapter
 from octavo.model.decoder import Decoder
 from octavo.model.decoder_config import DecoderConfig
 from octavo.model.families import read_decoder
-from octavo.testing.model import LENGTH, ModelSuite, ModelTarget
+from octavo.testing.model import LENGTH, BareModel, ModelSuite, ModelTarget, random_tensors
 from torch import Tensor
 
 from tests.model.test_families import VARIANTS
@@ -110,3 +110,13 @@ def test_the_right_adapter_passes_where_these_fail() -> None:
     right.test_a_prompt_in_one_step(CASE)
     right.test_the_facts_describe_what_is_built(CASE)
     right.test_a_prefix_hit_continues_as_if_computed(CASE)
+
+
+def test_random_tensors_are_a_checkpoint_of_everything_that_is_declared() -> None:
+    """Two models of it agree, whoever made it has no say in the names, and another seed is another model."""
+    config = VARIANTS[CASE]
+    first, again, other = (random_tensors(DecoderAdapter(None, None), config, seed=seed) for seed in (0, 0, 1))
+    prompt = [1, 2, 3, 4, 5]
+    logits = [BareModel(DecoderAdapter(None, None), config, made).feed(0, prompt, [5]) for made in (first, again, other)]
+    assert bool(logits[0].isfinite().all()) and bool((logits[0] == logits[1]).all())
+    assert not bool((logits[0] == logits[2]).any())
