@@ -196,7 +196,7 @@ class BareModel:
 
 
 def random_tensors(adapter: ModelAdapter, config: Mapping[str, Any], *, seed: int = 0, spread: float = 0.2) -> dict[str, Tensor]:
-    """A checkpoint of a config without a model to make it: everything that the adapter declares, under the adapter's own
+    """A checkpoint of a config without a model to make it: everything that the adapter declares and needs, under its own
     names, float32. Norms are near one, all else has standard deviation `spread`; tables of whole numbers are zero, for what
     they may hold is the model's to know."""
     weights, device = DictWeights(), Device()
@@ -219,7 +219,9 @@ def random_tensors(adapter: ModelAdapter, config: Mapping[str, Any], *, seed: in
         ),
     )
     random, made = torch.Generator().manual_seed(seed), {}
-    for name, (shape, _, _) in weights.declared.items():
+    for name, (shape, _, optional) in weights.declared.items():
+        if optional:  # such as the second copy of a tied head
+            continue
         assert shape is not None, f"{name} has no shape of its own"
         noise = torch.randn(shape, generator=random)
         whole = bool(weights.dtypes[name]) and all("int" in kind for kind in weights.dtypes[name])
