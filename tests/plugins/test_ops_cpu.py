@@ -272,8 +272,8 @@ def test_a_refusal_of_the_attention_names_the_need(facts: dict[str, Any], words:
 def test_who_multiplies_is_said() -> None:
     with_units = Device(features=HERE.features | {"avx512_bf16"} - {"amx_bf16"})
     reasons = {
-        "ours": asked("operators", with_units),
-        "the weights are float32": asked("operators", with_units, "float32"),
+        "this plugin's": asked("operators", with_units),
+        "torch's, for float32": asked("operators", with_units, "float32"),
         "no AVX512_BF16": asked("operators", Device(features=frozenset({"avx2"}))),
         "AMX": asked("operators", Device(features=with_units.features | {"amx_bf16"})),
     }

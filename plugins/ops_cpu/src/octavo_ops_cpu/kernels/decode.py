@@ -8,7 +8,7 @@ result depends on its own keys only: not on the other rows, nor on the number of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial, reduce
@@ -64,10 +64,14 @@ class Rows:
         """Of one key or value of one head."""
         return self.width * ITEM[self.dtype]
 
-    def turns(self) -> list[range]:
-        """The group's heads, as many at a time as have their sums in registers."""
-        size = max(1, IN_REGISTERS // (self.width // self.lanes))
-        return [range(at, min(at + size, self.group)) for at in range(0, self.group, size)]
+    def turns(self, e: Emitter, body: Callable[[Value, range], None]) -> None:
+        """body(first head, those after it) for the group's heads, as many at a time as have their sums in registers."""
+        size = min(self.group, max(1, IN_REGISTERS // (self.width // self.lanes)))
+        whole = self.group // size * size
+        with e.loop(0, whole, size) as head:
+            body(head, range(size))
+        if whole < self.group:
+            body(e.i64(whole), range(self.group - whole))
 
 
 @cache
@@ -168,29 +172,31 @@ def _pages(shape: Rows, e: Emitter, cache: Value, table: Value, columns: Value, 
 def _score(pages: Pages, part: Value, queries: Value, scores: Value) -> None:
     """scores [group, PART] = queries . keys, -inf where there is no key. Asks for the part's values meanwhile."""
     e, shape, item = pages.e, pages.shape, ITEM[pages.shape.dtype]
-    for i in range(0, shape.group * PART, LANES):
+    with e.loop(0, shape.group * PART, LANES) as i:
         e.store_raw(e.splat(-math.inf, LANES), scores + i * 4, 64)
-    for turn in shape.turns():
+
+    def score(head: Value, turn: range) -> None:
         with pages.runs(part) as (run, low, high):
             keys, values = pages.at(run)
             with e.loop(low, high) as key:
-                if turn.start == 0:
-                    pages.prefetch(values, key)
+                pages.prefetch(values, key)
                 source = keys + key * shape.row_bytes
                 sums: dict[int, Value] = {}
                 for i in range(0, shape.width, e.lanes):
                     value = e.load(source + i * item, shape.dtype)
                     for h in turn:
-                        query = e.load(queries + (h * shape.width + i) * 4, "float32")
+                        query = e.load(queries + ((head + h) * shape.width + i) * 4, "float32")
                         sums[h] = e.fma(query, value, sums[h]) if i else query * value
                 for h in turn:
-                    e.store(sums[h].sum(), scores + (run - part + key + h * PART) * 4, "float32")
+                    e.store(sums[h].sum(), scores + (run - part + key + (head + h) * PART) * 4, "float32")
+
+    shape.turns(e, score)
 
 
 def _weigh(shape: Rows, e: Emitter, scores: Value, best: Value, total: Value, sums: Value) -> None:
     """scores become weights relative to the running maximum; what was summed before is brought to it."""
     vector = e.splat(0.0, LANES).type
-    for h in range(shape.group):
+    with e.loop(0, shape.group) as h:
         places = [scores + (h * PART + i) * 4 for i in range(0, PART, LANES)]
         part = [e.load_raw(place, vector, 64) for place in places]
         if shape.softcap:
@@ -219,22 +225,24 @@ def capped(e: Emitter, score: Value, cap: float) -> Value:
 def _add(pages: Pages, after: Pages, part: Value, weights: Value, sums: Value) -> None:
     """sums [group, width] += weights . values. Asks for the next part's keys meanwhile, which may be those of the task after."""
     e, shape, item = pages.e, pages.shape, ITEM[pages.shape.dtype]
-    for turn in shape.turns():
-        places = [(h, i) for h in turn for i in range(0, shape.width, e.lanes)]
-        held = {(h, i): Variable(e, e.load(sums + (h * shape.width + i) * 4, "float32")) for h, i in places}
+
+    def add(head: Value, turn: range) -> None:
+        places = {(h, i): sums + ((head + h) * shape.width + i) * 4 for h in turn for i in range(0, shape.width, e.lanes)}
+        held = {at: Variable(e, e.load(place, "float32")) for at, place in places.items()}
         with pages.runs(part) as (run, low, high):
             _, values = pages.at(run)
             here, _ = pages.at(e.smaller(run + shape.part, pages.keys - 1))
             there, _ = after.at(e.smaller(after.begin + (run - part), after.keys - 1))
             following = e.select(run + shape.part < pages.keys, here, there)
             with e.loop(low, high) as key:
-                if turn.start == 0:
-                    pages.prefetch(following, key)
+                pages.prefetch(following, key)
                 source = values + key * shape.row_bytes
-                weight = {h: e.splat(e.load_one(weights + (run - part + key + h * PART) * 4, "float32")) for h in turn}
+                weight = {h: e.splat(e.load_one(weights + (run - part + key + (head + h) * PART) * 4, "float32")) for h in turn}
                 for i in range(0, shape.width, e.lanes):
                     value = e.load(source + i * item, shape.dtype)
                     for h in turn:
                         held[h, i].set(e.fma(weight[h], value, held[h, i].get()))
-        for h, i in places:
-            e.store(held[h, i].get(), sums + (h * shape.width + i) * 4, "float32")
+        for at, place in places.items():
+            e.store(held[at].get(), place, "float32")
+
+    shape.turns(e, add)

@@ -8,6 +8,7 @@ maximum and sum in float32, its weights are rounded to bfloat16 for the product 
 from __future__ import annotations
 
 from functools import cache, partial, reduce
+from itertools import chain
 from math import inf
 
 from llvmlite import ir
@@ -62,9 +63,8 @@ def _prompt(
         with e.loop(0, lines + (LINES - 1)) as m:
             i = e.smaller(m, lines - 1)  # what a tile has too many repeats the last line
             source = q + (token + i // group) * distance + (head + i % group) * row_bytes
-            for at in range(0, row_bytes, 2 * BLOCK):
-                e.store_raw(e.load_raw(source + at, ir.VectorType(I16, BLOCK), 2), queries + m * row_bytes + at, 2)
-            for at in range(0, width, BLOCK):
+            with e.loop(0, width, BLOCK) as at:
+                e.store_raw(e.load_raw(source + at * 2, ir.VectorType(I16, BLOCK), 2), queries + (m * width + at) * 2, 2)
                 e.store(e.splat(0.0), sums + (m * width + at) * 4, "float32")
             e.store(
                 e.load_one(sinks + (head + i % group) * 4, "float32") if shape.sinks else e.f32(-inf), best + m * 4, "float32"
@@ -88,7 +88,7 @@ def _prompt(
         with e.loop(0, lines) as m:
             share = 1.0 / e.load_one(total + m * 4, "float32")
             place = (token + m // group) * shape.heads + head + m % group
-            for at in range(0, width, BLOCK):
+            with e.loop(0, width, BLOCK) as at:
                 e.store(e.load(sums + (m * width + at) * 4, "float32") * share, out + (place * width + at) * 2, "bfloat16")
             with e.when(stats > 0):
                 e.store(e.load_one(best + m * 4, "float32"), stats + place * 8, "float32")
@@ -105,9 +105,10 @@ def _pack(pages: Pages, tile: Value, keys: Value, values: Value) -> None:
         for i, (key, _) in enumerate(rows):
             at = first + i
             target = keys + at // BLOCK * (width // 2 * VECTOR) + at % BLOCK * 4
-            for pair in range(width // 2):
-                e.store_raw(e.load_raw(key + pair * 4, I32, 4), target + pair * VECTOR, 4)
-        for block in range(width // BLOCK):
+            with e.loop(0, width // 2, BLOCK // 2) as pair:
+                for p in range(BLOCK // 2):
+                    e.store_raw(e.load_raw(key + (pair + p) * 4, I32, 4), target + (pair + p) * VECTOR, 4)
+        with e.loop(0, width // BLOCK) as block:
             low, high = (Value(e, e.b.zext(e.load_raw(value + block * 2 * BLOCK, half, 2).ir, whole)) for _, value in rows)
             e.store_raw(low | (high << 16), values + block * (TILE // 2 * VECTOR) + first * (VECTOR // 2), 64)
 
@@ -155,15 +156,20 @@ def _weigh(
 def _add(e: Emitter, width: int, weights: Value, values: Value, shrinks: Value, sums: Value) -> None:
     """sums [LINES, width] = sums * shrinks + weights . values."""
     left = Left(weights, LINES, row=2 * TILE, pair=4)
-    for first in range(0, width // BLOCK, 2):
-        blocks = range(first, min(first + 2, width // BLOCK))
-        places = [[sums + (r * width + block * BLOCK) * 4 for r in range(LINES)] for block in blocks]
+
+    def add(block: Value, count: int) -> None:
+        places = [[sums + (r * width + (block + i) * BLOCK) * 4 for r in range(LINES)] for i in range(count)]
         before = [
             [e.load(place, "float32") * e.load_one(shrinks + r * 4, "float32") for r, place in enumerate(column)]
             for column in places
         ]
-        streams = [values + block * (TILE // 2 * VECTOR) for block in blocks]
+        streams = [values + (block + i) * (TILE // 2 * VECTOR) for i in range(count)]
         found = dots(e, left, streams, e.i64(TILE // 2), first=before)
-        for column, targets in zip(found, places, strict=True):
-            for value, target in zip(column, targets, strict=True):
-                e.store(value, target, "float32")
+        for value, place in zip(chain.from_iterable(found), chain.from_iterable(places), strict=True):
+            e.store(value, place, "float32")
+
+    blocks = width // BLOCK
+    with e.loop(0, blocks // 2 * 2, 2) as block:
+        add(block, 2)
+    if blocks % 2:
+        add(e.i64(blocks - 1), 1)
