@@ -90,7 +90,8 @@ class TritonAttention:
         partials = 1
         geometries = [self._geometry(bound.group.spec, bound.group.block_size) for bound in groups]
         layers = [(layer, g) for bound, g in zip(groups, geometries, strict=True) for layer in bound.layers]
-        self._prefill.bind(layers, limits.max_model_len)
+        # The longest row, and all prompts that a step computes from their beginning.
+        self._prefill.bind(layers, max(limits.max_model_len, limits.max_num_batched_tokens))
         for bound, geometry in zip(groups, geometries, strict=True):
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
                 if layer.window is None and bound.group.spec.window is not None:

@@ -148,6 +148,8 @@ class TritonLatent:
         self._part = torch.zeros(partials * width, dtype=torch.float32, device=self.device)
         self._part_lse = torch.zeros(partials, dtype=torch.float32, device=self.device)
         self._nothing = torch.zeros(1, dtype=torch.float32, device=self.device)
+        if any(bound.layer.k_dim == bound.layer.v_dim and bound.layer.window is None for bound in self._layers.values()):
+            self._index = Index(limits, self.device, self.dtype, self.sms)
 
     def _bound(self, bound: BoundGroup, layer: AttentionLayer, cache: torch.Tensor) -> Bound:
         spec, every = bound.group.spec, bound.group.spec.tokens_per_entry
@@ -252,9 +254,9 @@ class TritonLatent:
 
     def choose(self, layer: int, step: Step, q: torch.Tensor, weights: torch.Tensor, count: int) -> torch.Tensor:
         """`SparseBackend.choose`: q [T, heads, k_dim], weights float32 [T, heads]; int32 [T, count]."""
-        if self._index is None:  # models without an index need no buffer of scores
-            self._index = Index(self.limits, self.device, self.dtype, self.sms)
         bound = self._layers[layer]
+        if self._index is None:
+            raise ValueError(f"layer {layer}: an index keeps keys that are values, of all tokens; no cache of this model does")
         return self._index.choose(bound.layer, bound.entries, step, q, weights, count)
 
     def compress(self, layer: int, step: Step, places: torch.Tensor, *, overlapping: bool) -> torch.Tensor:
