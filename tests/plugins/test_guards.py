@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "octavo"
-HEAVY = {"torch", "triton", "cupy", "transformers", "fastapi"}
+HEAVY = {"torch", "triton", "cupy", "llvmlite", "transformers", "fastapi"}
 SOURCES = sorted(p.parent for p in [*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")])
 
 
