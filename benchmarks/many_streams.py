@@ -79,6 +79,8 @@ def main() -> None:
                 f"{result['wall_s']} s, {result['output_tok_s']} tokens/s, {1000 * spent / args.clients:.2f} ms of processor a request, "
                 f"{process.memory_info().rss >> 20} MiB, {process.num_fds()} files, load average {os.getloadavg()[0]:.1f}"
             )
+            for name, seen in result["latency"].items():
+                print(f"  client's {name}: " + ", ".join(f"{part} {value}" for part, value in seen.items()))
             for family in FAMILIES:
                 after = buckets(url, family)
                 parts = {f"p{100 * part:g}": bound_of(before[family], after, part) for part in (0.5, 0.9, 0.99, 1)}

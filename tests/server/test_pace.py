@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from octavo.engine.turns import LONG, SHORT, Portion
 from octavo.server.pace import Pace, Rank
 
 
@@ -16,7 +17,7 @@ async def begin(pace: Pace, name: str, rank: Rank, begun: list[str], turn: list[
 
 async def arrive(each: int, asks: list[tuple[str, Rank]]) -> tuple[list[str], Counter[int], Pace]:
     """Everybody at once; the order in which they began, and how many in each turn of the loop."""
-    pace, begun, turns, turn = Pace(each), list[str](), Counter[int](), [0]
+    pace, begun, turns, turn = Pace(Portion(each, each)), list[str](), Counter[int](), [0]
     work = [asyncio.create_task(begin(pace, name, rank, begun, turn, turns)) for name, rank in asks]
     while len(begun) < len(asks):
         await asyncio.sleep(0)
@@ -41,7 +42,7 @@ def test_probes_pass_requests_that_wait_and_complete_requests_pass_new_ones() ->
 
 def test_whoever_asks_alone_waits_for_nothing() -> None:
     async def alone() -> list[float]:
-        pace = Pace(1)
+        pace = Pace(Portion(1, 1))
         waits = []
         for _ in range(3):
             waits.append(await pace.turn(Rank.NEW))
@@ -53,7 +54,7 @@ def test_whoever_asks_alone_waits_for_nothing() -> None:
 
 def test_a_client_that_went_away_takes_nobodys_turn() -> None:
     async def leave() -> list[str]:
-        pace, begun = Pace(1), list[str]()
+        pace, begun = Pace(Portion(1, 1)), list[str]()
         work = {name: asyncio.create_task(begin(pace, name, Rank.NEW, begun, [0], Counter())) for name in ("a", "gone", "b", "c")}
         await asyncio.sleep(0)
         work["gone"].cancel()
@@ -61,3 +62,22 @@ def test_a_client_that_went_away_takes_nobodys_turn() -> None:
         return begun
 
     assert asyncio.run(leave()) == ["a", "b", "c"]
+
+
+def test_a_portion_shrinks_after_a_long_turn_and_grows_after_a_short_one() -> None:
+    now = 0.0
+    portion = Portion(4, 64, lambda: now)
+
+    def turn(seconds: float) -> int:
+        nonlocal now
+        now += seconds
+        return portion.next()
+
+    assert portion.first() == 4
+    assert [turn(SHORT / 2) for _ in range(6)] == [5, 6, 7, 8, 10, 12]
+    assert [turn(SHORT / 2) for _ in range(20)][-3:] == [64, 64, 64]
+    assert [turn((SHORT + LONG) / 2) for _ in range(2)] == [64, 64]
+    assert [turn(LONG * 2) for _ in range(6)] == [32, 16, 8, 4, 4, 4]
+    now += 100  # nothing to do for long: that was no turn
+    assert portion.first() == 4
+    assert turn(SHORT / 2) == 5

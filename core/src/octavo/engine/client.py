@@ -25,13 +25,14 @@ from octavo.engine import messages
 from octavo.engine.liveness import STACKS, Liveness
 from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import LIMIT, relay
+from octavo.engine.turns import Portion
 from octavo.errors import ConfigError, EngineDead
 from octavo.request import Events, Request
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 32
-"""Events that are delivered in one turn of the loop."""
+LEAST_EVENTS, MOST_EVENTS = 32, 128
+"""Events that are delivered in one turn of the loop, by how long turns are."""
 
 STOP_SECONDS = 3.0
 """How long a child gets to leave by itself after CLOSE."""
@@ -43,10 +44,15 @@ KILL_SECONDS = 10.0
 """How long the system gets to end a child that was killed."""
 
 
-def _parts(step: Events) -> Iterator[Events]:
-    """The events of a step in order, AT_ONCE at a time, each part with the engine's state."""
-    for first in range(0, max(len(step.events), 1), AT_ONCE):
-        yield Events(step.events[first : first + AT_ONCE], step.stats)
+def _parts(step: Events, portion: Portion) -> Iterator[Events]:
+    """The events of a step in order, a portion for each turn of the loop, each part with the engine's state."""
+    first, count = 0, portion.first()
+    while True:
+        yield Events(step.events[first : first + count], step.stats)
+        first += count
+        if first >= len(step.events):
+            return
+        count = portion.next()
 
 
 class EngineProcess:
@@ -138,12 +144,13 @@ class EngineProcess:
 
     async def _read(self) -> None:
         """Deliver messages in order. If a listener raises, nobody would hear of the engine again: that is a death."""
+        portion = Portion(LEAST_EVENTS, MOST_EVENTS)
         try:
             while True:
                 kind, body = unpack(await self._socket.recv_multipart())
                 if self._liveness is not None:
                     self._liveness.heard()
-                for part in _parts(body) if kind == messages.EVENTS else (body,):
+                for part in _parts(body, portion) if kind == messages.EVENTS else (body,):
                     self._deliver(kind, part)
                     # A message that is there already comes without a turn of the loop, and every sequence's news wakes
                     # a task: a fast engine with many sequences would hold everybody else up.

@@ -12,7 +12,10 @@ import time
 from collections import deque
 from enum import IntEnum
 
-EACH_TURN = 16
+from octavo.engine.turns import Portion
+
+FEWEST, MOST = 8, 24
+"""Requests that begin in one turn of the loop, by how long turns are."""
 
 
 class Rank(IntEnum):
@@ -24,11 +27,12 @@ class Rank(IntEnum):
 
 
 class Pace:
-    """`await turn(rank)` returns at once while few ask, else by rank and in the order of asking, `each` in a turn of
+    """`await turn(rank)` returns at once while few ask, else by rank and in the order of asking, a portion in each turn of
     the loop. Gives the seconds that it took."""
 
-    def __init__(self, each: int = EACH_TURN) -> None:
-        self._each = each
+    def __init__(self, portion: Portion | None = None) -> None:
+        self._portion = portion or Portion(FEWEST, MOST)
+        self._each = 0  # of the current turn
         self._begun = 0  # in this turn of the loop
         self._turning = False  # whether `_next` is due
         self._lanes: tuple[deque[asyncio.Future[None]], ...] = tuple(deque() for _ in Rank)
@@ -41,6 +45,7 @@ class Pace:
         loop = asyncio.get_running_loop()
         if not self._turning:
             self._turning = True
+            self._each = self._portion.first()
             loop.call_soon(self._next, loop)
         if self._begun < self._each and not any(self._lanes):
             self._begun += 1
@@ -53,7 +58,7 @@ class Pace:
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         """A new turn of the loop."""
-        self._begun = 0
+        self._begun, self._each = 0, self._portion.next()
         for lane in self._lanes:
             while lane and self._begun < self._each:
                 place = lane.popleft()
