@@ -11,7 +11,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +21,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "quant_awq" / "sr
 
 import torch
 import torch.nn.functional as F
-from octavo_quant_awq.kernels import cuda_gemm, triton_gemm, wide_gemm
-from octavo_quant_awq.kernels.cuda_gemm import Shape, Variant
-from octavo_quant_awq.kernels.wide_gemm import WideShape
+from octavo_quant_awq.kernels import cuda_gemm, library, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels.cuda_gemm import Shape
+from octavo_quant_awq.kernels.limits import WARPGROUP_ROWS
+from octavo_quant_awq.kernels.variant import Variant
+from octavo_quant_awq.kernels.warpgroup_gemm import WarpgroupShape
 from octavo_quant_awq.packing import Grouped, unblocked, unpaired
 from torch import Tensor
 
 SHAPES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 BYTES = 400 << 20  # of weights that a figure rotates over
 REPLAYS = 7
+VARIANT = Variant(True, False, True, 1, False)
+EXACT, ROUNDED = 2.6e-3, 4e-3  # largest errors: of a rounded result, and with rounded weights
+
+Op = Callable[[int], Tensor]
 
 
 class Weights:
@@ -46,8 +53,16 @@ class Weights:
     def __len__(self) -> int:
         return len(self.words)
 
+    def tensors(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.words[i], self.scales[i], self.zeros[i]
 
-def measure(op: Callable[[int], Any], count: int) -> float:
+    def truth(self, i: int) -> Tensor:
+        """float64 [N, K] of matrix i, unpacked by torch."""
+        scales, zeros = unpaired(self.scales[i]), unpaired(self.zeros[i])
+        return Grouped(unblocked(self.words[i], self.k), scales.T, zeros.T, self.group).dequantised(torch.float64)
+
+
+def measure(op: Op, count: int) -> float:
     """Microseconds of op(i) in a graph of i = 0 .. count - 1."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -70,240 +85,184 @@ def measure(op: Callable[[int], Any], count: int) -> float:
     return statistics.median(times[2:])
 
 
-def cuda_op(w: Weights, x: Tensor, shape: Shape, dependent: bool = True) -> Callable[[int], Tensor]:
-    tiles = cuda_gemm.token_tiles(len(x))
-    call = cuda_gemm.function(VARIANT, tiles, shape, x.device, dependent)
+def narrow_op(w: Weights, x: Tensor, shape: Shape) -> Op:
+    call = narrow_function(len(x), w.k, shape)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: cuda_gemm.launch(call, shape, tiles, w.words[i], w.scales[i], w.zeros[i], x, None, out, 1)
+    return lambda i: cuda_gemm.launch(call, shape, cuda_gemm.token_tiles(len(x)), *w.tensors(i), x, None, out, 1)
 
 
-def triton_op(w: Weights, x: Tensor, block_n: int, splits: int, warps: int, stages: int) -> Callable[[int], Tensor]:
+def narrow_function(m: int, k: int, shape: Shape) -> Any:
+    kept = cuda_gemm.kept_rows(m, shape, k)
+    return cuda_gemm.function(VARIANT, cuda_gemm.token_tiles(m), shape, kept, k, torch.device("cuda", 0), True)
+
+
+def warpgroup_op(w: Weights, x: Tensor, shape: WarpgroupShape) -> Op:
+    call = warpgroup_gemm.function(VARIANT, shape, x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: triton_gemm.multiply(
-        w.words[i], w.scales[i], w.zeros[i], x, None, out,
-        block_n=block_n, splits=splits, warps=warps, stages=stages, sub=w.sub, group_step=1,
-    )  # fmt: skip
+    return lambda i: warpgroup_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
 
 
-def library_op(w: Weights, x: Tensor) -> Callable[[int], Tensor]:
+def library_op(w: Weights, x: Tensor) -> Op:
     """All weights made bfloat16, then cuBLAS."""
-    made = torch.empty(w.n, w.k, dtype=x.dtype, device="cuda")
+    call = library.function(VARIANT, x.device)
+    whole = torch.empty(w.n, w.k, dtype=x.dtype, device="cuda")
 
     def op(i: int) -> Tensor:
-        triton_gemm.dequantise(w.words[i], w.scales[i], w.zeros[i], made, first=0, sub=w.sub, group_step=1)
-        return F.linear(x, made)
+        library.dequantise(call, *w.tensors(i), whole, first=0, rows=w.n, group_step=1)
+        return F.linear(x, whole)
 
     return op
 
 
-def truth(w: Weights, i: int) -> Tensor:
-    """float64 [N, K] of matrix i, unpacked by torch."""
-    scales, zeros = unpaired(w.scales[i]), unpaired(w.zeros[i])
-    return Grouped(unblocked(w.words[i], w.k), scales.T, zeros.T, w.group).dequantised(torch.float64)
+def triton_op(w: Weights, x: Tensor) -> Op:
+    out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
+    tuning = triton_gemm.choose(len(x), w.n, w.k)
+    return lambda i: triton_gemm.multiply(*w.tensors(i), x, None, out, sub=w.sub, group_step=1, **tuning)
 
 
-def check(op: Callable[[int], Tensor], want: Tensor) -> float:
-    got = op(0).double()
-    return float((got - want).norm() / want.norm())
+def narrow_shape(m: int, n: int, k: int) -> Shape:
+    return cuda_gemm.choose_shape(cuda_gemm.token_tiles(m), n, k, clusters=True)
 
 
 def say(*words: Any) -> None:
     print(*words, flush=True)
 
 
-def candidates(tiles: int) -> list[Shape]:
-    """Block shapes worth a try: by warps, by stages, and by how many blocks the registers must leave room for."""
-    row_tiles, stages = {1: ((1, 2), (2, 3)), 2: ((1, 2), (2, 3)), 4: ((1, 2), (2,)), 8: ((1, 2), (2,))}[tiles]
-    warps = ((1, 4), (1, 8), (2, 2), (2, 4))
-    found = []
-    for r, (n, k), s in itertools.product(row_tiles, warps, stages):
-        found += [Shape(r, n, k, 1, s, blocks, tiles < 4) for blocks in sorted({1, 16 // (n * k)} if tiles < 4 else {1})]
-    return found
+def compile_all(jobs: Sequence[Callable[[], Any]]) -> None:
+    """Compile on several threads: it takes longer than timing."""
 
-
-def compile_all(tiles: tuple[int, ...]) -> None:
-    """Compile the sweep's kernels on several threads: it takes longer than timing them."""
-
-    def one(job: tuple[int, Shape]) -> None:
+    def one(job: Callable[[], Any]) -> None:
         torch.cuda.set_device(0)
-        cuda_gemm.function(VARIANT, *job, torch.device("cuda", 0), True)
+        job()
 
-    with ThreadPoolExecutor(14) as pool:
-        list(pool.map(one, [(t, s) for t in tiles for s in candidates(t)]))
-
-
-def sweep(seconds: float) -> None:
     began = time.monotonic()
-    compile_all((1, 2))
-    say(f"compiled in {time.monotonic() - began:.0f} s")
-    for m in (1, 16, 8):
-        for name, (k, n) in SHAPES.items():
-            w = Weights(k, n)
-            x = torch.randn(m, k, device="cuda").bfloat16()
-            want = x.double() @ truth(w, 0).T
-            results, worst, tiles = [], 0.0, cuda_gemm.token_tiles(m)
-            for shape, cluster in itertools.product(candidates(tiles), (1, 2, 4)):
-                ctas = -(-n // shape.rows) * cluster
-                if not 60 <= ctas <= 4000 or cluster * shape.warps_k > k // 128 or time.monotonic() - began > seconds:
-                    continue
-                full = replace(shape, cluster=cluster)
-                op = cuda_op(w, x, full)
-                worst = max(worst, check(op, want))
-                results.append((measure(op, len(w)), full))
-            results.sort(key=lambda r: r[0])
-            say(f"M {m} {name} floor {w.floor:.1f} worst error {worst:.1e} of {len(results)}")
-            for t, s in results[:4]:
-                say(
-                    f"   {t:6.1f}  rt {s.row_tiles} wn {s.warps_n} wk {s.warps_k} c {s.cluster} st {s.stages} mb {s.min_blocks} sums {s.sums:d}"
-                )
-            if name == "gate_up" and m == 16:
-                found = []
-                for bn, sp, wp, st in ((128, 8, 4, 2), (128, 4, 8, 2), (64, 4, 4, 3)):
-                    op = triton_op(w, x, bn, sp, wp, st)
-                    found.append((measure(op, len(w)), check(op, want), bn, sp, wp, st))
-                say(f"   triton {min(found)}")
-
-
-def wide_op(w: Weights, x: Tensor, shape: WideShape) -> Callable[[int], Tensor]:
-    made = wide_gemm.functions(VARIANT, shape, x.device)
-    out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: wide_gemm.launch(made, shape, w.words[i], w.scales[i], w.zeros[i], x, None, out, 1)
-
-
-def wide_library_op(w: Weights, x: Tensor) -> Callable[[int], Tensor]:
-    """All weights made bfloat16 by wide.cu, then cuBLAS."""
-    made = wide_gemm.functions(VARIANT, WideShape(64, 2, 4, 1), x.device)
-    whole = torch.empty(w.n, w.k, dtype=x.dtype, device="cuda")
-
-    def op(i: int) -> Tensor:
-        wide_gemm.dequantise(made, w.words[i], w.scales[i], w.zeros[i], whole, first=0, rows=w.n, group_step=1)
-        return F.linear(x, whole)
-
-    return op
-
-
-def sweep_wide(seconds: float) -> None:
-    """The kernel for many rows, and dequantising, against cuBLAS."""
-    began = time.monotonic()
-    shapes = [WideShape(t, g, s, 1) for t, g, s in itertools.product((32, 64, 128), (1, 2), (2, 4)) if t * s <= 384]
-
-    def one(shape: WideShape) -> None:
-        torch.cuda.set_device(0)
-        wide_gemm.functions(VARIANT, shape, torch.device("cuda", 0))
-
-    with ThreadPoolExecutor(14) as pool:
-        list(pool.map(one, shapes))
-    say(f"compiled in {time.monotonic() - began:.0f} s")
-    for name, (k, n) in SHAPES.items():
-        w = Weights(k, n)
-        plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(3)]
-        weight = truth(w, 0)
-        for m in (32, 64, 128, 256, 512, 1024, 2048):
-            if time.monotonic() - began > seconds:
-                return
-            x = torch.randn(m, k, device="cuda").bfloat16()
-            want = x.double() @ weight.T
-            blas = measure(lambda i, x=x, plain=plain: F.linear(x, plain[i % 3]), 6)
-            library = wide_library_op(w, x)
-            say(f"{name} M {m}: cuBLAS {blas:.1f}, dequantised {measure(library, len(w)):.1f} error {check(library, want):.1e}")
-            results = []
-            for shape, cluster in itertools.product(shapes, (1, 2, 4)):
-                ctas = -(-n // shape.rows) * cluster * -(-m // shape.tokens)
-                if ctas < 60 or shape.tokens >= 2 * m or m > 512 or (cluster > 1 and ctas > 900) or m > 4 * shape.tokens:
-                    continue
-                op = wide_op(w, x, replace(shape, cluster=cluster))
-                results.append((measure(op, len(w)), check(op, want), replace(shape, cluster=cluster)))
-            results.sort(key=lambda r: r[0])
-            for t, e, s in results[:3]:
-                say(f"   {t:6.1f} tokens {s.tokens} groups {s.groups} stages {s.stages} cluster {s.cluster} error {e:.1e}")
-
-
-NARROW = (1, 4, 8, 16, 32)
-WIDE = (32, 64, 128, 256, 512)
-
-
-def narrow_shape(m: int, k: int, n: int) -> Shape:
-    return cuda_gemm.choose_shape(cuda_gemm.token_tiles(m), n, k, clusters=True)
-
-
-def wide_shapes(m: int, k: int, n: int) -> list[WideShape]:
-    """The block that is the default, and other ways to divide the work."""
-    default = wide_gemm.choose_shape(m, n, k)
-    others = [replace(default, groups=g, cluster=c) for g in (1, 2) for c in (1, 2, 4) if c <= k // 256]
-    others += [replace(default, depth=4), replace(default, groups=1, depth=4)]
-    return [default, *(o for o in others if o != default)]
-
-
-def table(seconds: float) -> None:
-    """Every product at every number of rows: the defaults, what else was near, cuBLAS. The last lines are the sums of the four."""
-    began = time.monotonic()
-    jobs: set[tuple[Any, ...]] = set()
-    for k, n in SHAPES.values():
-        jobs |= {(cuda_gemm.token_tiles(m), replace(narrow_shape(m, k, n), cluster=1)) for m in NARROW}
-        jobs |= {(replace(s, cluster=1),) for m in WIDE for s in wide_shapes(m, k, n)}
-
-    def one(job: tuple[Any, ...]) -> None:
-        torch.cuda.set_device(0)
-        device = torch.device("cuda", 0)
-        if len(job) == 2:
-            cuda_gemm.function(VARIANT, *job, device, True)
-        else:
-            wide_gemm.functions(VARIANT, *job, device)
-
     with ThreadPoolExecutor(15) as pool:
         list(pool.map(one, jobs))
     say(f"compiled {len(jobs)} in {time.monotonic() - began:.0f} s")
+
+
+def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tuple[Op, float]]]:
+    """What may serve m rows, by name, with the largest error that is right."""
+    found: dict[str, Callable[[Weights, Tensor], tuple[Op, float]]] = {}
+    if m <= 16:
+        found["w4a16"] = lambda w, x: (narrow_op(w, x, narrow_shape(m, n, k)), EXACT)
+    if 8 <= m <= WARPGROUP_ROWS:
+        found["warpgroup"] = lambda w, x: (warpgroup_op(w, x, warpgroup_gemm.choose_shape(m, n, k)), ROUNDED)
+    if m >= 256:
+        found["dequantised"] = lambda w, x: (library_op(w, x), ROUNDED)
+    if m in (1, 16):
+        found["triton"] = lambda w, x: (triton_op(w, x), EXACT)
+    return found
+
+
+def table(seconds: float) -> None:
+    """Every product at every number of rows by every kernel at its default shape, and cuBLAS. The last lines are the sums of the four."""
+    began, device = time.monotonic(), torch.device("cuda", 0)
+    few = {(m, k, narrow_shape(m, n, k)) for k, n in SHAPES.values() for m in ROWS if m <= 16}
+    more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in ROWS if 8 <= m <= WARPGROUP_ROWS}
+    compile_all(
+        [lambda job=job: narrow_function(*job) for job in few]  # type: ignore[misc]
+        + [lambda s=s: warpgroup_gemm.function(VARIANT, s, device) for s in more]  # type: ignore[misc]
+        + [lambda: library.function(VARIANT, device)]
+    )
     sums: dict[tuple[str, int], float] = {}
-
-    def best(kind: str, m: int, name: str, found: list[tuple[float, str]]) -> None:
-        """Prints the default (the first) and the best of the others; the default joins the sum."""
-        sums[kind, m] = sums.get((kind, m), 0.0) + found[0][0]
-        sums[kind + " best", m] = sums.get((kind + " best", m), 0.0) + min(found)[0]
-        say(f"{name} M {m} {kind}: {found[0][0]:.1f}" + (f", best {min(found)[0]:.1f} {min(found)[1]}" if len(found) > 1 else ""))
-
     for name, (k, n) in SHAPES.items():
         w = Weights(k, n)
-        weight = truth(w, 0)
+        weight = w.truth(0)
         plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(3)]
-        for m in sorted({*NARROW, *WIDE, 1024, 2048}):
+        for m in ROWS:
             if time.monotonic() - began > seconds:
                 say("out of time")
                 return
             x = torch.randn(m, k, device="cuda").bfloat16()
             want = x.double() @ weight.T
-            try:
-                if m in NARROW:
-                    op = cuda_op(w, x, narrow_shape(m, k, n))
-                    error = check(op, want)
-                    best("w4a16", m, name, [(measure(op, len(w)), "")])
-                    say(f"   error {error:.1e}" if error > 2.5e-3 else "   right")
-                if m in WIDE:
-                    found = [
-                        (wide_op(w, x, s), f"groups {s.groups} cluster {s.cluster} depth {s.depth}") for s in wide_shapes(m, k, n)
-                    ]
-                    errors = [check(op, want) for op, _ in found]
-                    best("wide", m, name, [(measure(op, len(w)), text) for op, text in found])
-                    say(f"   largest error {max(errors):.1e}" if max(errors) > 4e-3 else "   right")
-                if m >= 256:
-                    best("dequantised", m, name, [(measure(wide_library_op(w, x), len(w)), "")])
-                best("cuBLAS", m, name, [(measure(lambda i, x=x, plain=plain: F.linear(x, plain[i % 3]), 6), "")])
-            except Exception as error:
-                say(f"{name} M {m}: {type(error).__name__}: {error}")
-    for m in sorted({*NARROW, *WIDE, 1024, 2048}):
-        say(f"M {m}: " + ", ".join(f"{kind} {value:.1f}" for (kind, at), value in sums.items() if at == m))
+            line = []
+            for kernel, make in kernels(m, n, k).items():
+                op, bound = make(w, x)
+                error = float((op(0).double() - want).norm() / want.norm())
+                time_us = measure(op, len(w))
+                sums[kernel, m] = sums.get((kernel, m), 0.0) + time_us
+                line.append(f"{kernel} {time_us:.1f}" + ("" if error < bound else f" WRONG: error {error:.1e}"))
+            blas = measure(lambda i, x=x, plain=plain: F.linear(x, plain[i % 3]), 6)  # type: ignore[misc]
+            sums["cuBLAS", m] = sums.get(("cuBLAS", m), 0.0) + blas
+            say(f"{name} M {m} (floor {w.floor:.1f}): {', '.join(line)}, cuBLAS {blas:.1f}")
+    for m in ROWS:
+        blas = sums["cuBLAS", m]
+        say(f"M {m}: " + ", ".join(f"{kernel} {v:.1f} ({blas / v:.2f})" for (kernel, at), v in sums.items() if at == m))
 
 
-VARIANT = Variant(True, False, True, 1, False)
+def narrow_candidates(m: int, n: int, k: int) -> list[Shape]:
+    """Block shapes of w4a16.cu worth a try."""
+    default = narrow_shape(m, n, k)
+    found = {default}
+    for row_tiles, warps_k, cluster in itertools.product((1, 2), (4, 8, 16), (1, 2, 4)):
+        shape = replace(
+            default, row_tiles=row_tiles, warps_k=warps_k, cluster=cluster, min_blocks=16 // warps_k if row_tiles == 2 else 1
+        )
+        if 60 <= -(-n // shape.rows) * cluster <= 1100 and cluster * warps_k <= k // 128:
+            found.add(shape)
+    return sorted(found, key=str)
+
+
+def warpgroup_candidates(m: int, n: int, k: int) -> list[WarpgroupShape]:
+    """Block shapes of warpgroup.cu worth a try."""
+    default = warpgroup_gemm.choose_shape(m, n, k)
+    found = {default}
+    tokens = [default.tokens] if m <= 64 else [128, 256]
+    for t, tiles, groups, cluster in itertools.product(tokens, (1, 2), (1, 2, 3, 4), (1, 2, 4, 8)):
+        shape = replace(default, tokens=t, tiles=tiles, groups=groups, cluster=cluster, stages=4 if t <= 128 else 3)
+        if t >= 128:
+            shape = replace(shape, registers=232 if tiles * t >= 256 else 0)
+        blocks = -(-n // shape.rows) * cluster * -(-m // t)
+        if tiles * t > 256 or (t >= 128 and groups != 2) or (groups > 2 and tiles > 1) or 4 * cluster > k // 128:
+            continue
+        if t < 2 * m + 16 and shape.shared(VARIANT) < 226 << 10 and blocks >= 60 and (cluster == 1 or blocks <= 600):
+            found.add(shape)
+    return sorted(found, key=str)
+
+
+def sweep(seconds: float, rows: Sequence[int]) -> None:
+    """Block shapes against each other, for each product the fastest first."""
+    began, device = time.monotonic(), torch.device("cuda", 0)
+    jobs: dict[Any, Callable[[], Any]] = {}
+    for k, n in SHAPES.values():
+        for m in rows:
+            if m <= 16:
+                for s in narrow_candidates(m, n, k):
+                    jobs[m, s] = lambda m=m, s=s, k=k: narrow_function(m, k, s)  # type: ignore[misc]
+            if m >= 8:
+                for wide in warpgroup_candidates(m, n, k):
+                    jobs[replace(wide, cluster=1)] = lambda s=wide: warpgroup_gemm.function(VARIANT, s, device)  # type: ignore[misc]
+    compile_all(list(jobs.values()))
+    for name, (k, n) in SHAPES.items():
+        w = Weights(k, n)
+        weight = w.truth(0)
+        for m in rows:
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            want = x.double() @ weight.T
+            ops: list[tuple[Op, Any]] = []
+            if m <= 16:
+                ops += [(narrow_op(w, x, s), s) for s in narrow_candidates(m, n, k)]
+            if m >= 8:
+                ops += [(warpgroup_op(w, x, s), s) for s in warpgroup_candidates(m, n, k)]
+            found = []
+            for op, shape in ops:
+                if time.monotonic() - began > seconds:
+                    say("out of time")
+                    return
+                error = float((op(0).double() - want).norm() / want.norm())
+                found.append((measure(op, len(w)), f"{shape}" + ("" if error < ROUNDED else f" WRONG: error {error:.1e}")))
+            say(f"{name} M {m} floor {w.floor:.1f}")
+            for time_us, text in sorted(found)[:4]:
+                say(f"   {time_us:6.1f} {text}")
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="try block shapes of w4a16.cu instead")
-    parser.add_argument("--sweep-wide", action="store_true", help="try block shapes of wide.cu instead")
+    parser.add_argument("--sweep", type=int, nargs="+", metavar="ROWS", help="try block shapes at these numbers of rows instead")
     parser.add_argument("--seconds", type=float, default=100, help="stop after this long")
     args = parser.parse_args()
     if args.sweep:
-        sweep(args.seconds)
-    elif args.sweep_wide:
-        sweep_wide(args.seconds)
+        sweep(args.seconds, args.sweep)
     else:
         table(args.seconds)

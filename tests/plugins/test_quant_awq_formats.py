@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,19 @@ def test_rows_are_read_in_slices_with_the_same_result(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "SLICE", 8 * 384)
     for layout in LAYOUTS:
         test_every_layout_and_group_gives_the_weights_that_it_stands_for(layout, 64)
+
+
+def test_a_word_in_memory_holds_what_a_lane_of_a_tensor_core_instruction_needs() -> None:
+    """Word (block, row, lane, step): the pairs at 128 block + 32 step + 8 p + 2 lane, even inputs in nibbles 0..3, odd ones in 4..7."""
+    from octavo_quant_awq.packing import blocked, unpack
+
+    q = torch.randint(0, 16, (24, 256), dtype=torch.uint8)
+    words = blocked(q)
+    assert words.shape == (2, 24, 4, 4)
+    for block, row, lane, step in [(0, 0, 0, 0), (1, 5, 2, 1), (1, 23, 3, 3)]:
+        first = [128 * block + 32 * step + 8 * p + 2 * lane for p in range(4)]
+        right = [int(q[row, k]) for k in first] + [int(q[row, k + 1]) for k in first]
+        assert unpack(words[block, row, lane, step, None]).tolist() == right
 
 
 def test_the_layout_in_memory_is_undone_by_its_inverse() -> None:
@@ -210,6 +224,22 @@ def test_settings_that_are_not_read_are_refused_before_anything_is_loaded(config
 )
 def test_settings_that_are_read(config: dict[str, Any]) -> None:
     assert isinstance(accepts(config), Accept)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel", "text"),
+    [
+        ((9, 0), "cuda", r"w4a16\.cu up to \d+ rows of a step, warpgroup\.cu up to \d+, more are dequantised"),
+        ((8, 0), "cuda", r"w4a16\.cu up to \d+ rows of a step, more are dequantised"),
+        ((9, 0), "triton", r"the Triton kernel up to \d+ rows of a step, more are dequantised"),
+    ],
+)
+def test_explain_says_which_kernel_takes_how_many_rows(capability: tuple[int, int], kernel: str, text: str) -> None:
+    from octavo_quant_awq import provider
+
+    needs = Needs("quantizer", Device("cuda", name="GPU", capability=capability), "bfloat16", {"config": AWQ, "method": "awq"})
+    answer = provider.awq.accepts(needs, provider.FourBitOptions(kernel=kernel))  # type: ignore[arg-type]
+    assert isinstance(answer, Accept) and re.search(text, answer.reason)
 
 
 def accepts(config: dict[str, Any], device: Device = Device(), dtype: str = "bfloat16", **facts: Any) -> Accept | Reject:  # noqa: B008

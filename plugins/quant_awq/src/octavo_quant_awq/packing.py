@@ -5,11 +5,10 @@ z in any of them: `Grouped` holds a matrix [out, in] of q with z and s of every 
 files, layers or kernels; everything runs where its tensors are.
 
 The layout in memory, which `blocked` makes, is that of the kernels. Inputs are taken in blocks of 128. Word (block, row,
-lane, step) of int32 [blocks, out, 4, 4] holds the eight inputs 128 * block + 32 * step + 8 * lane + 0..7 of an output row,
-even ones in its low half and odd ones in its high half: nibble i is input ORDER[i]. So a lane of a tensor-core
-instruction finds all it needs of 128 inputs in 16 bytes that lie together, a shift by four bits gives a pair of
-neighbours, and the inputs that go with a word are 16 bytes that lie together as well. Scales and zero points lie as `paired`
-says: those of the two rows that a lane needs are one load.
+lane, step) of int32 [blocks, out, 4, 4] holds eight inputs of an output row: of the pairs of neighbours 128 * block + 32 * step + 8 * p +
+2 * lane, those of p = 0..3, the even input of each in nibble p and the odd one in nibble 4 + p. These are the inputs that lane `lane` of four
+needs for two tensor-core instructions, so that activations stay in their order; what it needs of 128 inputs are 16 bytes that lie together, and a shift
+by four bits gives a pair. Scales and zero points lie as `paired` says: those of the two rows that a lane needs are one load.
 """
 
 from __future__ import annotations
@@ -75,14 +74,16 @@ def blocked(q: Tensor) -> Tensor:
     blocks = -(-inputs // BLOCK)
     if blocks * BLOCK != inputs:
         q = torch.nn.functional.pad(q, (0, blocks * BLOCK - inputs))
-    words = pack(q, INVERSE)  # [rows, blocks * 16], word 4 * step + lane of a block
+    by_lane = q.view(rows, blocks, 4, 4, 4, 2).transpose(3, 4)  # step, lane, pair, which of it
+    words = pack(by_lane.reshape(rows, blocks * BLOCK), INVERSE)  # [rows, blocks * 16], word 4 * step + lane of a block
     return words.view(rows, blocks, 4, 4).permute(1, 0, 3, 2).contiguous()
 
 
 def unblocked(words: Tensor, inputs: int) -> Tensor:
     """The inverse of `blocked`: uint8 [rows, inputs]."""
     blocks, rows = words.shape[:2]
-    return unpack(words.permute(1, 0, 3, 2).reshape(rows, blocks * 16), INVERSE)[:, :inputs]
+    by_lane = unpack(words.permute(1, 0, 3, 2).reshape(rows, blocks * 16), INVERSE)
+    return by_lane.view(rows, blocks, 4, 4, 4, 2).transpose(3, 4).reshape(rows, blocks * BLOCK)[:, :inputs]
 
 
 def paired(values: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any, Literal
 
-from octavo.catalog import Accept, Needs, Options, Provider, Reject
+from octavo.catalog import Accept, Device, Needs, Options, Provider, Reject
 from octavo.errors import LoadError
 from pydantic import Field, field_validator
 
+from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.settings import GROUPS, Scheme, is_pack_quantized, read_awq, read_gptq, read_pack_quantized
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -68,8 +70,9 @@ def accepter(method: str, title: str, read: Callable[[Mapping[str, Any]], Scheme
                 f"on CUDA it takes capability 8.0 or later and bfloat16 or float16 activations, not {device.name!r} "
                 f"({device.capability[0]}.{device.capability[1]}) and {needs.dtype}"
             )
+        by = _served_by(device, options.kernel)
         if not config:
-            return Accept(reason=f"random weights, as {title} of groups of 128 would store them")
+            return Accept(reason=f"random weights, as {title} of groups of 128 would store them; {by}")
         if method == "compressed-tensors" and not is_pack_quantized(config):
             return Reject(f"compressed-tensors of the format {config.get('format')!r}; this provider reads pack-quantized")
         try:
@@ -77,9 +80,22 @@ def accepter(method: str, title: str, read: Callable[[Mapping[str, Any]], Scheme
         except LoadError as error:
             return Reject(str(error))
         groups = "one group a row" if scheme.group == -1 else f"groups of {scheme.group}"
-        return Accept(reason=f"{title}, {groups}, {'with' if scheme.zeros else 'without'} zero points")
+        return Accept(reason=f"{title}, {groups}, {'with' if scheme.zeros else 'without'} zero points; {by}")
 
     return accepts
+
+
+def _served_by(device: Device, kernel: str) -> str:
+    """Which kernel takes a step of how many rows."""
+    if device.type != "cuda":
+        return "torch's int4 operator for few rows of bfloat16, more are dequantised"
+    if kernel == "triton" or (kernel == "auto" and find_spec("cupy") is None):
+        return f"the Triton kernel up to {OTHER_ROWS} rows of a step, more are dequantised for cuBLAS"
+    if device.capability[0] == 9:
+        return (
+            f"w4a16.cu up to {NARROW_ROWS} rows of a step, warpgroup.cu up to {WARPGROUP_ROWS}, more are dequantised for cuBLAS"
+        )
+    return f"w4a16.cu up to {OTHER_ROWS} rows of a step, more are dequantised for cuBLAS"
 
 
 PRIORITY = 20

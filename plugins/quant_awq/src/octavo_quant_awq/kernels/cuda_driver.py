@@ -7,11 +7,14 @@ CuPy's passes no attributes. Launches on torch's current stream and may be captu
 from __future__ import annotations
 
 import ctypes
+from importlib import resources
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6  # CUlaunchAttributeID
+_UINT16, _SWIZZLE_128B, _PROMOTION_256B = 1, 3, 3  # CUtensorMapDataType, -Swizzle, -L2promotion
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -49,21 +52,46 @@ def compile_source(source: str, defines: dict[str, int], device: torch.device, *
         return cupy.RawModule(code=source, options=options)
 
 
+def compile_file(name: str, defines: dict[str, int], device: torch.device, *, features: str = "", before: str = "") -> Any:
+    """A module of common.cuh, the text `before` and a file of this package; the rest as `compile_source`."""
+    files = resources.files(__package__)
+    source = "\n".join((files.joinpath("common.cuh").read_text(), before, files.joinpath(name).read_text()))
+    return compile_source(source, defines, device, features=features)
+
+
+def tensor_map(x: Tensor, box: tuple[int, int]) -> ctypes.Array[Any]:
+    """The descriptor (CUtensorMap) by which kernels copy boxes of x [rows, columns], 16 bits each: box columns, of 128 bytes and swizzled as those are,
+    and box rows. What lies past x is read as zeros. Rows must start at multiples of 16 bytes."""
+    memory = (ctypes.c_uint64 * 24)()  # 128 bytes that start at a multiple of 64
+    at = (-ctypes.addressof(memory)) % 64 // 8
+    descriptor = (ctypes.c_uint64 * 16).from_buffer(memory, 8 * at)
+    rows, columns = x.shape
+    _check(
+        _driver().cuTensorMapEncodeTiled(
+            descriptor, _UINT16, 2, ctypes.c_void_p(x.data_ptr()), (ctypes.c_uint64 * 2)(columns, rows),
+            (ctypes.c_uint64 * 1)(2 * x.stride(0)), (ctypes.c_uint32 * 2)(*box), (ctypes.c_uint32 * 2)(1, 1),
+            0, _SWIZZLE_128B, _PROMOTION_256B, 0,
+        ),
+        "cuTensorMapEncodeTiled",
+    )  # fmt: skip
+    return descriptor
+
+
 class CudaFunction:
     """A function of a compiled module with fixed block size, cluster and shared memory.
 
-    threads a block; cluster: blocks along y that share memory (1: none); shared: bytes of dynamic shared memory; dependent:
+    threads a block; cluster: blocks along x and y that share memory; shared: bytes of dynamic shared memory; dependent:
     may start before the preceding kernel has ended (the kernel must wait itself)."""
 
-    def __init__(self, module: Any, name: str, *, threads: int, cluster: int, shared: int, dependent: bool) -> None:
+    def __init__(self, module: Any, name: str, *, threads: int, cluster: tuple[int, int], shared: int, dependent: bool) -> None:
         self._module = module  # keeps the code loaded
         self._function = ctypes.c_void_p(module.get_function(name).kernel.ptr)
         self._launch = _driver().cuLaunchKernelEx
         if shared > 48 << 10:
             _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared), "cuFuncSetAttribute")
         attributes = []
-        if cluster > 1:
-            attributes.append(_attribute(_CLUSTER_DIMENSION, 1, cluster, 1))
+        if cluster != (1, 1):
+            attributes.append(_attribute(_CLUSTER_DIMENSION, *cluster, 1))
         if dependent:
             attributes.append(_attribute(_PROGRAMMATIC_SERIALIZATION, 1))
         self._attributes = (_Attribute * max(1, len(attributes)))(*attributes)
@@ -71,12 +99,17 @@ class CudaFunction:
         self._config.block[:] = (threads, 1, 1)
         self._cluster = cluster
 
-    def __call__(self, x: int, z: int, pointers: tuple[int, ...], numbers: tuple[int, ...], *, y: int | None = None) -> None:
-        """Launch x * y * z blocks (y: the cluster's size unless given) with these addresses, then these int32."""
+    def __call__(
+        self, x: int, z: int, pointers: tuple[int, ...], numbers: tuple[int, ...], *, y: int | None = None, first: Any = None
+    ) -> None:
+        """Launch x * y * z blocks (y: the cluster's size unless given) with `first`, if there is one (a ctypes object that the kernel takes by value),
+        these addresses, then these int32."""
         values = [*map(ctypes.c_void_p, pointers), *map(ctypes.c_int, numbers)]
+        if first is not None:
+            values.insert(0, first)
         params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         config = self._config
-        config.grid[:] = (x, y or self._cluster, z)
+        config.grid[:] = (x, y or self._cluster[1], z)
         config.stream = torch.cuda.current_stream().cuda_stream
         _check(self._launch(ctypes.byref(config), self._function, params, None), "cuLaunchKernelEx")
 

@@ -1,4 +1,4 @@
-"""The products of few rows, by either kernel: which shape of which kernel serves how many rows of which matrix.
+"""The products of a matrix by either kind of kernel: which shape of which kernel serves how many rows.
 
 Owns the choice, which follows measurements on an H200 (benchmarks/RESULTS.md, `benchmarks/w4a16.py`).
 """
@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels import cuda_gemm, triton_gemm, wide_gemm
-from octavo_quant_awq.kernels.cuda_gemm import Variant
-
-NARROW_ROWS = 32
-"""Rows up to which w4a16.cu is faster than wide.cu."""
+from octavo_quant_awq.kernels import cuda_gemm, library, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, WARPGROUP_ROWS
+from octavo_quant_awq.kernels.variant import Variant
 
 
 class CudaProduct:
-    """The CUDA kernels on one matrix: w4a16.cu for few rows, and on Hopper wide.cu for more. Everything that it may need is
+    """The CUDA kernels on one matrix: w4a16.cu for few rows, on Hopper warpgroup.cu for more. Everything that it may need is
     compiled when it is made."""
 
     name = "cuda"
@@ -34,12 +32,14 @@ class CudaProduct:
         self._variant = Variant(
             dtype == torch.bfloat16, scales.dtype == torch.bfloat16, zeros is not None, sub, inputs % 128 != 0
         )
-        self._hopper = wide_gemm.supported(words.device)
-        self.limit = wide_gemm.MAX_ROWS if self._hopper else cuda_gemm.MAX_ROWS
-        self._narrow = dict.fromkeys((1, 2, 4) if self._hopper else (1, 2, 4, 8))
-        jobs: list[Callable[[], Any]] = [lambda t=tiles: self._narrow_call(t) for tiles in self._narrow]
+        self._hopper = torch.cuda.get_device_capability(words.device)[0] == 9
+        self.limit = WARPGROUP_ROWS if self._hopper else OTHER_ROWS
+        self._narrow = NARROW_ROWS if self._hopper else OTHER_ROWS
+        jobs: list[Callable[[], Any]] = [lambda m=m: self._narrow_call(m) for m in (1, 2, 4, 8, 16, 32, 64) if m <= self._narrow]
         if self._hopper:
-            jobs += [lambda m=m: self._wide_call(m) for m in wide_gemm.TOKENS]
+            shapes = {warpgroup_gemm.choose_shape(m, rows, inputs) for m in range(NARROW_ROWS + 1, WARPGROUP_ROWS + 1)}
+            jobs += [lambda shape=shape: warpgroup_gemm.function(self._variant, shape, self._device) for shape in shapes]
+        jobs.append(lambda: library.function(self._variant, self._device))
         with ThreadPoolExecutor(len(jobs)) as pool:  # compiling leaves the interpreter to others
             list(pool.map(self._on_device, jobs))
 
@@ -47,13 +47,16 @@ class CudaProduct:
         with torch.cuda.device(self._device):  # a thread starts on the first GPU
             return job()
 
-    def _narrow_call(self, tiles: int) -> Any:
+    def _narrow_call(self, m: int) -> Any:
+        tiles = cuda_gemm.token_tiles(m)
         shape = cuda_gemm.choose_shape(tiles, self._rows, self._inputs, clusters=self._hopper)
-        return cuda_gemm.function(self._variant, tiles, shape, self._device, self._hopper), shape
+        kept = cuda_gemm.kept_rows(m, shape, self._inputs)
+        call = cuda_gemm.function(self._variant, tiles, shape, kept, self._inputs, self._device, self._hopper)
+        return call, shape, tiles
 
-    def _wide_call(self, m: int) -> Any:
-        shape = wide_gemm.choose_shape(m, self._rows, self._inputs)
-        return wide_gemm.functions(self._variant, shape, self._device), shape
+    def _warpgroup(self, m: int) -> Any:
+        shape = warpgroup_gemm.choose_shape(m, self._rows, self._inputs)
+        return warpgroup_gemm.function(self._variant, shape, self._device), shape
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N], M up to `limit`."""
@@ -62,26 +65,21 @@ class CudaProduct:
         out = x.new_empty(len(x), self._rows)
         if not len(x):
             return out
-        if self._hopper and len(x) > NARROW_ROWS:
-            made, wide = self._wide_call(len(x))
-            return wide_gemm.launch(made, wide, *self._tensors, x, self._bias, out, self._step)
-        tiles = cuda_gemm.token_tiles(len(x))
-        call, shape = self._narrow_call(tiles)
-        return cuda_gemm.launch(call, shape, tiles, *self._tensors, x, self._bias, out, self._step)
+        if len(x) > self._narrow:
+            return warpgroup_gemm.launch(*self._warpgroup(len(x)), *self._tensors, x, self._bias, out, self._step)
+        return cuda_gemm.launch(*self._narrow_call(len(x)), *self._tensors, x, self._bias, out, self._step)
 
     def dequantise(self, out: Tensor, first: int) -> Tensor:
         """out [count, K]: that many rows of the weights from `first` on."""
-        if not self._hopper:
-            return triton_gemm.dequantise(*self._tensors, out, first=first, sub=self._variant.sub, group_step=self._step)
-        made, _ = self._wide_call(self.limit)
-        return wide_gemm.dequantise(made, *self._tensors, out, first=first, rows=self._rows, group_step=self._step)
+        call = library.function(self._variant, self._device)
+        return library.dequantise(call, *self._tensors, out, first=first, rows=self._rows, group_step=self._step)
 
 
 class TritonProduct:
     """triton_gemm.py on one matrix."""
 
     name = "triton"
-    limit = triton_gemm.MAX_ROWS
+    limit = OTHER_ROWS
 
     def __init__(
         self, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, dtype: torch.dtype, rows: int,

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 64
-
 
 def choose(m: int, rows: int, inputs: int) -> dict[str, int]:
     """block_n, splits, warps and stages for m rows times a matrix [rows, inputs]."""
@@ -32,12 +30,12 @@ def _partial_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of all rows, over every SPLITS-th block of 128 inputs; to out if there is one split, else to sums
-    [SPLITS, M, N]. Word c of a row, at 4 * lane + step, holds inputs 32 * step + 8 * lane + 0..7."""
+    [SPLITS, M, N]. Word c of a row, at 4 * lane + step, holds inputs 32 * step + 2 * lane + 8 * p and the next, for p of 0 to 3."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     c = tl.arange(0, 16)
-    first = 32 * (c % 4) + 8 * (c // 4)
+    first = 32 * (c % 4) + 2 * (c // 4)
     rows = tl.minimum(n, N - 1)
     place = rows // 16 * 16 + rows % 8 * 2 + rows % 16 // 8  # of a row's scale: see packing.paired
     blocks = tl.cdiv(K, 128)
@@ -51,7 +49,7 @@ def _partial_kernel(
             mine = (c % 4) // (4 // SUB) == u
             part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for i in tl.static_range(8):
-                k = block * 128 + first + 2 * (i % 4) + i // 4
+                k = block * 128 + first + 8 * (i % 4) + i // 4
                 inside = (m < M)[:, None] & ((k < K) & mine)[None, :]
                 x = tl.load(x_ptr + m[:, None] * X_STRIDE + k[None, :], mask=inside, other=0.0)
                 q = ((words >> (4 * i)) & 15) - (zero[None, :] if ZEROS else 8)
@@ -109,8 +107,8 @@ def _dequantise_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
     k = tl.arange(0, 128)
-    place = 4 * (k // 8 % 4) + k // 32  # of the word of input k
-    bits = 4 * (k % 8 // 2 + 4 * (k % 2))
+    place = 4 * (k % 8 // 2) + k // 32  # of the word of input k
+    bits = 4 * (k // 8 % 4 + 4 * (k % 2))
     rows = tl.minimum(FIRST + n, ROWS - 1)
     words = tl.load(words_ptr + (block * ROWS + rows.to(tl.int64))[:, None] * 16 + place[None, :])
     group = (block * GROUP_STEP + 0 * k) if SUB == 1 else block * SUB + k // (128 // SUB)

@@ -2,7 +2,7 @@
 //
 // x [M, K] 16 bits, W [N, K] in the layout of packing.py (rows padded to tiles of 16), out [M, N]. The tensor cores compute out^T: a fragment of W is
 // the left operand (16 rows), eight tokens are the right one, so few tokens waste little. A lane's words of 128 inputs are one
-// 16-byte load, its inputs of x another, and contraction order within an instruction is free: no shared memory, no shuffle.
+// 16-byte load.
 // The products of one group are summed apart and multiplied by their scale in float32: a weight is an exact integer.
 //
 // A block owns 16 * ROW_TILES * WARPS_N rows; its WARPS_K sets of warps, and the blocks of its cluster (gridDim.y), share the
@@ -12,28 +12,14 @@
 //
 // Macros: BF16 (x, out and bias; else float16), SCALE_BF16, ZEROS (else every zero point is 8), SUB (groups in a block: 1, 2,
 // 4), TOKEN_TILES (of 8), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K,
-// STAGES (blocks of weights in flight, a warp), SUMS (subtract offset and zero point from the products, by sums of x that the tensor
+// STAGES (blocks of weights in flight, a warp), X_SHARED (x is read once, into shared
+// memory; TOKEN_TILES is 1), SUMS (subtract offset and zero point from the products, by sums of x that the tensor
 // cores make as well, instead of from every weight), MIN_BLOCKS (blocks of this kernel that a multiprocessor must hold), TAIL (K is no multiple of 128).
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef unsigned long long u64;
 
 #define THREADS (32 * WARPS_N * WARPS_K)
 #define ROWS (16 * ROW_TILES * WARPS_N)
 #define PITCH (ROWS + 4)
 #define SLICE (8 * TOKEN_TILES * PITCH)
-
-#if BF16
-#define MAGIC 0x43004300u // 128 + q in either half
-#define OFFSET 128.f
-#define ONES 0x3f803f80u
-#else
-#define MAGIC 0x64006400u // 1024 + q
-#define OFFSET 1024.f
-#define ONES 0x3c003c00u
-#endif
 
 __device__ __forceinline__ uint4 load_weights(const uint4* p, u64 policy) {
     uint4 v;
@@ -42,55 +28,11 @@ __device__ __forceinline__ uint4 load_weights(const uint4* p, u64 policy) {
     return v;
 }
 
-// Volatile: x may only be read after the wait for the kernel that writes it, and not so early that it takes registers away.
-__device__ __forceinline__ uint4 load_x(const u16* p) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+// Two neighbours of x. Volatile: x may only be read after the wait for the kernel that writes it, and not so early that it takes registers away.
+__device__ __forceinline__ u32 load_x(const u16* p) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
-}
-
-// (w & 0x000f000f) | magic in one instruction; the compiler, left alone, makes two of it.
-__device__ __forceinline__ u32 spread(u32 w, u32 magic) {
-    u32 d;
-    asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(d) : "r"(w), "r"(magic));
-    return d;
-}
-
-// (128 + q) - (128 + z) in both halves, exactly; `minus` is -(128 + z).
-__device__ __forceinline__ u32 centred(u32 pair, u32 minus) {
-    u32 d;
-#if BF16
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(ONES), "r"(minus));
-#else
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(ONES), "r"(minus));
-#endif
-    return d;
-}
-
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if BF16
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float widen(u32 bits, bool bf16) {
-    if (bf16) return __uint_as_float(bits << 16);
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
-    return f;
-}
-
-__device__ __forceinline__ u16 narrow(float f) {
-    u16 h;
-#if BF16
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-#endif
-    return h;
 }
 
 // One block of 128 inputs of a warp's rows: words, and per group the scales and zero points of rows g (low half) and g + 8.
@@ -111,7 +53,7 @@ __device__ __forceinline__ u32 zero(const Stage& s, int r, int u, int high) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
     const uint4* __restrict__ words, const u32* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ x,
     const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, int x_stride, int group_step) {
-    extern __shared__ float sums[]; // [WARPS_K][8 * TOKEN_TILES][PITCH]
+    extern __shared__ __align__(16) float sums[]; // [WARPS_K][8 * TOKEN_TILES][PITCH]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
     const int tiles = (N + 15) / 16, tile0 = (blockIdx.x * WARPS_N + warp_n) * ROW_TILES; // tiles of 16 rows
@@ -121,9 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
 
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
+    launch_dependents();
 
     // Rows past the last tile read the last one again, tokens past M the last one: neither is written.
     Stage stage[STAGES];
@@ -144,21 +84,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
         }
     };
 
+    // A lane's inputs of a step of 32 are pairs at 8 p + 2 t, p of 0 to 3. X_SHARED: all of x that the block needs lies in shared memory, its
+    // blocks of inputs in the order of `local`; else lanes read it where it is.
+#if X_SHARED
+    const int pitch = (blocks + stride - 1) / stride * WARPS_K * 256 + 16; // bytes of a token: a row of ldmatrix, and the next in other banks
+    u16* const kept = (u16*)(sums + WARPS_K * SLICE);
+    const u32 mine = (u32)__cvta_generic_to_shared(kept) + min(lane % 8, M - 1) * pitch + lane / 8 * 16;
+    auto load_step = [&](uint4 (&v)[TOKEN_TILES], int block, int i) {
+        const int local = block / stride * WARPS_K + warp_k;
+#pragma unroll
+        for (int j = 0; j < TOKEN_TILES; j++) v[j] = ldmatrix(mine + local * 256 + i * 64);
+    };
+#else
     const u16* from[TOKEN_TILES];
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
-        from[j] = x + (size_t)min(8 * j + g, M - 1) * x_stride + 8 * t;
+        from[j] = x + (size_t)min(8 * j + g, M - 1) * x_stride + 2 * t;
         asm volatile("" : "+l"(from[j])); // computed once: the compiler would rather do it again for every block
     }
-
-    uint4 v[2][TOKEN_TILES]; // x for this step of 32 inputs, and for the next
-    auto load_step = [&](int slot, int block, int i) {
+    auto load_step = [&](uint4 (&v)[TOKEN_TILES], int block, int i) {
 #pragma unroll
         for (int j = 0; j < TOKEN_TILES; j++) {
-            v[slot][j] = make_uint4(0, 0, 0, 0);
-            if (!TAIL || block * 128 + 32 * i + 8 * t < K) v[slot][j] = load_x(from[j] + block * 128 + 32 * i);
+            u32 pair[4];
+#pragma unroll
+            for (int p = 0; p < 4; p++) {
+                const int k = block * 128 + 32 * i + 8 * p;
+                pair[p] = !TAIL || k < K ? load_x(from[j] + k) : 0;
+            }
+            v[j] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
         }
     };
+#endif
+    uint4 v[2][TOKEN_TILES]; // x for this step of 32 inputs, and for the next
 
     u32 magic = MAGIC, one[4] = {ONES, ONES, ONES, ONES};
     asm volatile("" : "+r"(magic), "+r"(one[0]), "+r"(one[1]), "+r"(one[2]), "+r"(one[3])); // in registers once, not at each use
@@ -172,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
 #endif
 #pragma unroll
             for (int i = u * 4 / SUB; i < (u + 1) * 4 / SUB; i++) {
-                load_step((i + 1) % 2, i < 3 ? block : next, (i + 1) % 4);
+                load_step(v[(i + 1) % 2], i < 3 ? block : next, (i + 1) % 4);
 #if SUMS
 #pragma unroll
                 for (int j = 0; j < TOKEN_TILES; j++) {
@@ -191,9 +148,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
 #pragma unroll
                         for (int p = 0; p < 4; p++) a[h][p] = spread(w >> 4 * p, magic);
 #else
-                        const u32 minus = (MAGIC | 0x80008000u) + zero(s, r, u, h) * 0x10001u;
+                        const u32 minus = (MAGIC | MINUS_ZERO) + zero(s, r, u, h) * 0x10001u;
 #pragma unroll
-                        for (int p = 0; p < 4; p++) a[h][p] = centred(spread(w >> 4 * p, magic), minus);
+                        for (int p = 0; p < 4; p++) a[h][p] = fma2(spread(w >> 4 * p, magic), ONES, minus);
 #endif
                     }
 #pragma unroll
@@ -225,10 +182,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
 #pragma unroll
     for (int d = 0; d < STAGES; d++)
         if (first + d * stride < blocks) load(stage[d], first + d * stride);
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory"); // weights are written by no step; x is, by the kernel before
+    wait_for_previous(); // weights are written by no step; x is, by the kernel before
+#if X_SHARED
+    for (int e = threadIdx.x; e < M * (pitch / 16 - 1); e += THREADS) {
+        const int token = e / (pitch / 16 - 1), chunk = e % (pitch / 16 - 1), local = chunk / 16;
+        const int k = (local / WARPS_K * stride + blockIdx.y * WARPS_K + local % WARPS_K) * 128 + chunk % 16 * 8;
+        uint4 eight = make_uint4(0, 0, 0, 0);
+        if (k < K) asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(eight.x), "=r"(eight.y), "=r"(eight.z), "=r"(eight.w) : "l"(x + (size_t)token * x_stride + k));
+        *(uint4*)((u8*)kept + token * pitch + chunk * 16) = eight;
+    }
+    __syncthreads();
 #endif
-    if (first < blocks) load_step(0, first, 0);
+    if (first < blocks) load_step(v[0], first, 0);
     for (int block = first; block < blocks; block += STAGES * stride) {
 #pragma unroll
         for (int d = 0; d < STAGES; d++) {
@@ -249,37 +214,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
                 sums[warp_k * SLICE + (8 * j + 2 * t + e % 2) * PITCH + warp_n * 16 * ROW_TILES + 16 * r + g + e / 2 * 8] = acc[r][j][e];
 
     const int peers = gridDim.y, rank = blockIdx.y;
-#if __CUDA_ARCH__ >= 900
+#if HOPPER
     if (peers > 1)
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        cluster_sync();
     else
 #endif
         __syncthreads();
     const u32 base = (u32)__cvta_generic_to_shared(sums);
-    for (int e = rank * THREADS + threadIdx.x; e < M * ROWS; e += peers * THREADS) {
-        const int token = e / ROWS, row = e % ROWS, n = blockIdx.x * ROWS + row, at = token * PITCH + row;
-        float sum = 0;
-        for (int peer = 0; peer < peers; peer++) {
+    for (int e = rank * THREADS + threadIdx.x; e < M * (ROWS / 4); e += peers * THREADS) {
+        const int token = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 2
+        for (int peer = 0; peer < peers; peer++)
 #pragma unroll
-            for (int s = 0; s < WARPS_K; s++) {
-                float v;
-#if __CUDA_ARCH__ >= 900
-                u32 address;
-                asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(base + 4 * (s * SLICE + at)), "r"(peer));
-                asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
+            for (int k = 0; k < WARPS_K; k++) {
+                const int at = k * SLICE + token * PITCH + row;
+#if HOPPER
+                const float4 more = load_peer(base + 4 * at, peer);
 #else
-                v = sums[s * SLICE + at];
+                const float4 more = *(const float4*)(sums + at);
 #endif
-                sum += v;
+                sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
             }
-        }
-        if (n < N) {
-            if (bias) sum += widen(bias[n], BF16);
-            out[(size_t)token * N + n] = narrow(sum);
-        }
+        store_4(out + (size_t)token * N + n, bias, n, N, sum);
     }
-#if __CUDA_ARCH__ >= 900
-    // a block's shared memory must outlive its peers' reads
-    if (peers > 1) asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#if HOPPER
+    if (peers > 1) cluster_end(); // a block's shared memory must outlive its peers' reads
 #endif
 }

@@ -1,0 +1,150 @@
+"""W4A16 for tens of rows and more on Hopper: the launches of warpgroup.cu.
+
+Owns compiled variants. Compiling happens when a variant is first asked for, which must be before a graph is captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file, tensor_map
+from octavo_quant_awq.kernels.variant import Variant, stage_bytes
+
+PROCESSORS = 132
+"""Multiprocessors of the GPU that shapes were measured on; others take the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarpgroupShape:
+    """tokens: rows of x a block; tiles: of 64 outputs, a warpgroup; groups: warpgroups; stages: blocks of 128 inputs in
+    flight; cluster: blocks that share K; exact: products of a group are scaled in float32, instead of weights in 16 bits; min_blocks that a
+    multiprocessor must hold; share: blocks side by side that copy x together; push: sums go straight to the block that adds them
+    up; slots of left operands, of 32 inputs each, in registers; registers of a thread that multiplies, taken
+    from those that copy (0: all have the same)."""
+
+    tokens: int
+    tiles: int
+    groups: int
+    stages: int
+    cluster: int
+    exact: bool
+    min_blocks: int = 1
+    share: int = 1
+    push: bool = False
+    slots: int = 2
+    units: int = 2
+    registers: int = 0
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.tiles * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + (128 if self.registers else 32)
+
+    @property
+    def compiled(self) -> tuple[tuple[str, int], ...]:
+        """The macros."""
+        return (
+            ("TOKENS", self.tokens), ("TILES", self.tiles), ("GROUPS", self.groups), ("STAGES", self.stages), ("SHARE", self.share),
+            ("EXACT", int(self.exact)), ("SLOTS", self.slots), ("UNITS", self.units), ("PUSH", int(self.push)), ("MIN_BLOCKS", self.min_blocks), ("REGISTERS", self.registers),
+        )  # fmt: skip
+
+    def shared(self, variant: Variant) -> int:
+        """Bytes: the ring, or afterwards the sums."""
+        ring = self.stages * stage_bytes(self.rows, self.tokens, variant, align=1024)
+        if self.push:
+            return ring + 64 * self.tokens * (self.rows // 16 + 7)  # whatever the cluster: the limit is the function's
+        return max(ring, 4 * self.tokens * (self.rows + 4))
+
+
+def choose_shape(m: int, rows: int, inputs: int) -> WarpgroupShape:
+    """The shape for m rows of x times a matrix [rows, inputs]: K is divided among blocks where there are few."""
+    blocks, strips = -(-inputs // 128), -(-rows // 128)
+    if m > 64:
+        return _many(m, strips)
+    wide = strips > PROCESSORS
+    if m > 32:
+        shape = WarpgroupShape(64, 2, 2, 3, 1, False, push=True) if wide else WarpgroupShape(64, 1, 2, 4, 1, False, 2)
+    elif m > 16:
+        shape = (
+            WarpgroupShape(32, 2, 2, 4, 1, True, push=True, slots=4, units=1)
+            if wide
+            else WarpgroupShape(32, 1, 1, 5, 1, True, 3, push=True, slots=4, units=1)
+        )
+    elif wide:
+        shape = WarpgroupShape(16, 1, 4, 4, 1, True, push=True, slots=4)
+    else:
+        shape = WarpgroupShape(16, 1, 2, 5, 1, True, 2, push=True, slots=4)
+    most, cluster = 2 * PROCESSORS if m <= 32 or blocks >= 64 else 3 * PROCESSORS // 2, 1
+    while not wide and cluster < 8 and 2 * cluster * -(-rows // shape.rows) <= most and 4 * cluster <= blocks:
+        cluster *= 2
+    return replace(shape, cluster=cluster)
+
+
+def _many(m: int, strips: int) -> WarpgroupShape:
+    """More than 64 rows, `strips` times 128 outputs: blocks of 256 rows of x or of 256 outputs, which do more with what they read, where those of
+    128 would not end sooner."""
+    small, large = strips * -(-m // 128), strips * -(-m // 256)
+    if m <= 128 and strips > PROCESSORS:
+        return WarpgroupShape(128, 2, 2, 4, 1, False, registers=232)
+    if m > 128 and large >= PROCESSORS * 7 // 8 and 12 * -(-large // PROCESSORS) <= 7 * -(-small // PROCESSORS):
+        return WarpgroupShape(256, 1, 2, 3, 1, False, registers=232)
+    return WarpgroupShape(128, 1, 2, 5, 2 if 2 * small <= PROCESSORS else 1, False)
+
+
+@cache
+def _module(variant: Variant, macros: tuple[tuple[str, int], ...], tokens: int, device: torch.device) -> Any:
+    return compile_file(
+        "warpgroup.cu", variant.defines | dict(macros), device, features="a", before=_instruction(tokens, variant.bf16)
+    )
+
+
+@cache
+def function(variant: Variant, shape: WarpgroupShape, device: torch.device) -> CudaFunction:
+    """The compiled kernel; the first call compiles."""
+    module = _module(variant, shape.compiled, shape.tokens, device)
+    return CudaFunction(
+        module,
+        "warpgroup",
+        threads=shape.threads,
+        cluster=(shape.share, shape.cluster),
+        shared=shape.shared(variant),
+        dependent=True,
+    )
+
+
+def _instruction(tokens: int, bf16: bool) -> str:
+    """The functions wgmma: c [64, tokens] += a b, a in registers, b in shared memory; and wgmma_new: c = a b."""
+    count, kind = tokens // 2, "bf16" if bf16 else "f16"
+    listed = ", ".join(f"%{i}" for i in range(count))
+    a, b = ", ".join(f"%{count + i}" for i in range(4)), f"%{count + 4}"
+    text = ""
+    for name, constraint, add in (("wgmma", "+f", 1), ("wgmma_new", "=f", 0)):
+        results = ", ".join(f'"{constraint}"(c[{i}])' for i in range(count))
+        text += (
+            f"__device__ __forceinline__ void {name}(float (&c)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{\n"
+            f'    asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} '
+            f'{{{listed}}}, {{{a}}}, {b}, {add}, 1, 1, 0;"\n'
+            f'        : {results} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));\n}}\n'
+        )
+    return text
+
+
+def launch(
+    call: CudaFunction, shape: WarpgroupShape, words: Tensor, scales: Tensor, zeros: Tensor | None, x: Tensor, bias: Tensor | None,
+    out: Tensor, group_step: int,
+) -> Tensor:  # fmt: skip
+    """out [M, N] = x [M, K] W^T + bias. x's rows must be dense and start at multiples of 16 bytes."""
+    (m, k), n = x.shape, out.shape[1]
+    pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0,
+                bias.data_ptr() if bias is not None else 0, out.data_ptr())  # fmt: skip
+    strips = -(-n // (shape.rows * shape.share)) * shape.share
+    call(strips * -(-m // shape.tokens), 1, pointers, (m, n, k, group_step), first=tensor_map(x, (64, shape.tokens)))
+    return out
