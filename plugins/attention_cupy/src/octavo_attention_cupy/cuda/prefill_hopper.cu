@@ -197,7 +197,7 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     // Of `shared`, in a register: the compiler would compute it again for every use.
     u32 base = shared_address(&shared);
     asm volatile("" : "+r"(base));
-#define AT(member) (base + (u32)__builtin_offsetof(Shared, member))
+#define AT(member) (base + (u32)((const u8*)&shared.member - (const u8*)&shared))
     u64 queries = matrix_descriptor(AT(q) + group * 64 * PANEL, 1024, 16), keys = matrix_descriptor(AT(k), 1024, 16);
     u64 values = matrix_descriptor(AT(v), 1024, TILE_PANEL);
     Turn<Q_STAGES> query;
