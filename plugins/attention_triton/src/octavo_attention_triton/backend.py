@@ -348,7 +348,7 @@ class TritonAttention:
         cascade_kernels.shared_kernel[(cascade.tiles_for(rows), layer.num_kv_heads, most)](
             q, parts, sums, bound.cache, table, cascade.tiles, cascade.members, scale, softcap, v_scale,
             q.stride(0), q.stride(1), table.stride(0), bound.cache.stride(0), parts.stride(0), sums.stride(0),
-            HEADS=layer.num_heads, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2 if bound.geometry.k_dim > 128 else 3, num_warps=4, **shape,
+            HEADS=layer.num_heads, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2 if bound.geometry.k_dim > 128 else 5, num_warps=4, **shape,
         )  # fmt: skip
         log = self._nothing if lse is None else lse
         block_v = bound.shape["BLOCK_V"]

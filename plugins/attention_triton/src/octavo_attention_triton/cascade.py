@@ -14,7 +14,7 @@ from octavo.interfaces import SharedPrefix, StepHost
 
 from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N, FEW_ROWS, FEW_ROWS_PARTS, INFO, MAX_PARTS
 
-SHORTEST_PART = 128
+SHORTEST_PART = 256
 """Tokens of a prefix below which it is not read in more parts."""
 
 SPARE_TILES = 8

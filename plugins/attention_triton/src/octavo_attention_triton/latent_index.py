@@ -10,15 +10,15 @@ import triton
 from octavo.interfaces import AttentionLayer, Limits, Step
 
 from octavo_attention_triton.kernels.compress import compress_kernel
-from octavo_attention_triton.kernels.index import choose_kernel, count_kernel, place_kernel, score_kernel
+from octavo_attention_triton.kernels.index import choose_again_kernel, choose_kernel, score_kernel
 from octavo_attention_triton.latent_chosen import Entries
 
 SCORES = 1 << 25
 """Scores (float32) that are held at a time at most, one token's always; a step of more tokens is done in portions."""
-BLOCK = 4096
-"""Scores that a program looks at at a time."""
-MAX_PARTS = 16
-"""Programs that choose for one token."""
+BLOCKS = (1024, 16384)
+"""Scores that a program chooses from: at least, where rows are short, and at most."""
+EACH = 512
+"""Scores of a warp: 16 of a thread, in registers."""
 
 
 def _pow2(n: int) -> int:
@@ -35,7 +35,6 @@ class Index:
         self._scores = torch.empty(
             max(line, min(SCORES, line * limits.max_num_batched_tokens)), dtype=torch.float32, device=device
         )
-        self._counts = torch.zeros(sms, 4, 256, dtype=torch.int32, device=device)
 
     def choose(
         self, layer: AttentionLayer, entries: Entries, step: Step, q: torch.Tensor, weights: torch.Tensor, count: int
@@ -52,43 +51,31 @@ class Index:
             some = min(portion, tokens - at)
             part = slice(at, at + some)
             programs = max(1, min(triton.cdiv(width, 128), 4 * self._sms // some))
-            parts = min(triton.cdiv(width, BLOCK), self._sms // some)
             score_kernel[(some, programs)](
-                q[part], weights[part], entries.cache, table, step.token_rows[part], step.positions[part], self._scores, self._counts,
+                q[part], weights[part], entries.cache, table, step.token_rows[part], step.positions[part], self._scores,
                 layer.scale * layer.k_scale, q.stride(0), q.stride(1), weights.stride(0), table.stride(0), entries.cache.stride(0), width,
                 HEADS=heads, BLOCK_H=max(16, _pow2(heads)), DIM=layer.k_dim, BLOCK_D=max(16, _pow2(layer.k_dim)), BLOCK_N=64,
-                PAGE=entries.page, EVERY=entries.every, PROGRAMS=programs, ZERO=parts > 1, PRECISION=self._precision, STAGES=2, num_warps=4,
+                PAGE=entries.page, EVERY=entries.every, PROGRAMS=programs, PRECISION=self._precision, STAGES=2, num_warps=4,
             )  # fmt: skip
-            self._select(step.positions[part], chosen[part], width, count, entries.every, parts)
+            self._select(step.positions[part], chosen[part], width, count, entries.every)
         return chosen
 
-    def _select(self, positions: torch.Tensor, chosen: torch.Tensor, width: int, count: int, every: int, parts: int) -> None:
-        """The best `count` of the buffer's scores for each of the tokens at `positions`. parts: programs for each (0, 1: one)."""
-        block_c = min(1024, _pow2(count))
-        if parts <= 1:
-            choose_kernel[(len(positions),)](
-                self._scores, positions, chosen, width, COUNT=count, EVERY=every, BLOCK=BLOCK, BLOCK_C=block_c, num_warps=16
-            )
-            return
-        parts = min(MAX_PARTS, _pow2(parts + 1) // 2)  # few different ones: each is a kernel
-        grid = (len(positions), parts)
-        for turn in range(4):
-            count_kernel[grid](
-                self._scores,
-                positions,
-                self._counts,
-                width,
-                COUNT=count,
-                EVERY=every,
-                PARTS=parts,
-                PASSES=turn,
-                BLOCK=BLOCK,
-                num_warps=16,
-            )
-        place_kernel[grid](
-            self._scores, positions, self._counts, chosen, width, COUNT=count, EVERY=every, PARTS=parts, BLOCK=BLOCK, BLOCK_C=block_c,
-            num_warps=16,
+    def _select(self, positions: torch.Tensor, chosen: torch.Tensor, width: int, count: int, every: int) -> None:
+        """The best `count` of the buffer's scores, [tokens, width], for each of the tokens at `positions`."""
+        tokens = len(positions)
+        block = max(BLOCKS[0], min(BLOCKS[1], _pow2(width)))
+        parts = triton.cdiv(width, block)
+        found = torch.empty((tokens, parts, count) if parts > 1 else 1, dtype=torch.int32, device=chosen.device)
+        choose_kernel[(tokens, parts)](
+            self._scores, positions, chosen, found, width, COUNT=count, EVERY=every, BLOCK=block, PARTS=parts,
+            BLOCK_C=min(1024, _pow2(count)), num_warps=max(4, block // EACH),
         )  # fmt: skip
+        if parts > 1:
+            wide = _pow2(parts * count)
+            choose_again_kernel[(tokens,)](
+                self._scores, positions, chosen, found, width, COUNT=count, EVERY=every, BLOCK=block, PARTS=parts, WIDE=wide,
+                num_warps=max(4, min(32, wide // EACH)),
+            )  # fmt: skip
 
 
 def compress(entries: Entries, width: int, step: Step, places: torch.Tensor, *, overlapping: bool) -> torch.Tensor:

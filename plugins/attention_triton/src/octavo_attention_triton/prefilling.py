@@ -173,7 +173,7 @@ class Prefill:
             bound.constants[key] = constants_of(
                 hopper.hopper_prefill_kernel, GROUP=shape["GROUP"], DIM=shape["K_DIM"], BLOCK_N=hopper.BLOCK_N,
                 BOX=min(shape["PAGE"], hopper.BLOCK_N), PAGE=shape["PAGE"], STAGES=hopper.STAGES, SOFTCAP=shape["SOFTCAP"],
-                WINDOW=shape["WINDOW"], SINKS=shape["SINKS"], LSE=lse is not None, ORDERED=hopper.ORDERED,
+                WINDOW=shape["WINDOW"], SINKS=shape["SINKS"], LSE=lse is not None,
             )  # fmt: skip
         strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0), 2 * layer.num_kv_heads * shape["PAGE"]
         self._launch(

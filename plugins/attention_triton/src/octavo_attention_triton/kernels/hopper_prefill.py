@@ -156,23 +156,18 @@ def _load_q(q_ptr, target, record, q_stride_t, q_stride_h, HALF: gl.constexpr, G
 
 @gluon.jit
 def _step(
-    q, p, m, den, o, tile, count, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty, v_empty, turns, turn,
-    HALF: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
+    q, p, m, den, o, tile, count, position, scale, softcap, window, k_smem, v_smem, k_full, v_full, k_empty, v_empty,
+    DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Tile `tile` (number `count` of the ring) against Q, while P of the tile before it meets its V. ORDERED: the consumers issue their
-    products in turns (`turn` is the number of this one), so that one's softmax falls into the other's products."""
+    """Tile `tile` (number `count` of the ring) against Q, while P of the tile before it meets its V."""
     stage = count % STAGES
     before = (count - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-    if ORDERED:
-        mbarrier.wait(turns.index(HALF), (turn & 1) ^ (1 - HALF))
     zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
     o = warpgroup_mma(p, v_smem.index(before), o, is_async=True)
-    if ORDERED:
-        mbarrier.arrive(turns.index(1 - HALF), count=1)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(stage), count=1)
     pf, m, den, keep = _softmax(s, m, den, tile, position, scale, softcap, window, BLOCK_N, S_LAYOUT, SOFTCAP, WINDOW, MASKED)
@@ -186,18 +181,17 @@ def _step(
 @gluon.jit
 def _consume(
     common, HALF: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ORDERED: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     (q_ptr, out_ptr, lse_ptr, items_ptr, starts_ptr, sinks_ptr, window, scale, softcap, v_scale,
      q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
-     q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty, turns) = common  # fmt: skip
+     q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty) = common  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_smem.dtype
     count = 0
     turn = 0
-    done = 0  # steps of the ring that were not the first of their item
     start = gl.load(starts_ptr + gl.program_id(0))
     stop = gl.load(starts_ptr + gl.program_id(0) + 1)
     _load_q(q_ptr, q_smem.index(HALF * 2), items_ptr + start * 8, q_stride_t, q_stride_h, HALF, GROUP, DIM)
@@ -242,24 +236,21 @@ def _consume(
             for tile in range(first + 1, body):
                 p, m, den, o = _step(
                     q, p, m, den, o, tile, count, position, scale, softcap, window, k_smem, v_smem, k_full, v_full,
-                    k_empty, v_empty, turns, done, HALF, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True, ORDERED,
+                    k_empty, v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True,
                 )  # fmt: skip
                 count += 1
-                done += 1
         for tile in range(body, full):
             p, m, den, o = _step(
                 q, p, m, den, o, tile, count, position, scale, softcap, window, k_smem, v_smem, k_full, v_full,
-                k_empty, v_empty, turns, done, HALF, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, False, ORDERED,
+                k_empty, v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, False,
             )  # fmt: skip
             count += 1
-            done += 1
         for tile in range(gl.maximum(body, full), end):
             p, m, den, o = _step(
                 q, p, m, den, o, tile, count, position, scale, softcap, window, k_smem, v_smem, k_full, v_full,
-                k_empty, v_empty, turns, done, HALF, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True, ORDERED,
+                k_empty, v_empty, DIM, BLOCK_N, STAGES, s_layout, o_layout, SOFTCAP, WINDOW, True,
             )  # fmt: skip
             count += 1
-            done += 1
         stage = (count - 1) % STAGES
         mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
         if end * BLOCK_N > end_token:
@@ -295,7 +286,7 @@ def hopper_prefill_kernel(
     heads, window, scale, softcap, v_scale, table_stride,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t, rows_per_page,
     GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, ORDERED: gl.constexpr, PDL: gl.constexpr,
+    SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """desc: the cache as [rows, DIM], boxes of [BOX, 64]. PDL is the launcher's last constant; this kernel is always launched to start
     when the one before it has ended."""
@@ -308,9 +299,6 @@ def hopper_prefill_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -319,11 +307,11 @@ def hopper_prefill_kernel(
     fence_async_shared()
     common = (q_ptr, out_ptr, lse_ptr, items_ptr, starts_ptr, sinks_ptr, window, scale, softcap, v_scale,
               q_stride_t, q_stride_h, out_stride_t, out_stride_h, lse_stride_t,
-              q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty, turns)  # fmt: skip
+              q_smem, k_smem, v_smem, k_full, v_full, k_empty, v_empty)  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (common, 0, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE, ORDERED)),
-            (_consume, (common, 1, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE, ORDERED)),
+            (_consume, (common, 0, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE)),
+            (_consume, (common, 1, GROUP, DIM, BLOCK_N, STAGES, SOFTCAP, WINDOW, SINKS, LSE)),
             (_produce, (desc, table_ptr, items_ptr, starts_ptr, heads, table_stride, window, rows_per_page, k_smem, v_smem,
                         k_full, v_full, k_empty, v_empty, DIM, BLOCK_N, BOX, PAGE, STAGES, WINDOW)),
         ],
@@ -334,7 +322,6 @@ def hopper_prefill_kernel(
 
 BLOCK_N = HOPPER_TOKENS
 STAGES = 2
-ORDERED = False
 
 
 def descriptor(cache: torch.Tensor, dim: int, page: int) -> TensorDescriptor:

@@ -30,7 +30,8 @@ def load_tile(
     The page holds [head, slot, ROW] at BASE (TRANSPOSED: [head, dim, slot]). start is a multiple of BLOCK_N.
     Where a page holds whole tiles, one scalar load finds it; else every token looks up its own page. A MASKED
     tile looks up no page outside [first, last) (block 0 is read in its place) and its other tokens hold
-    anything, NaN included: the caller masks the scores and zeroes V. The loads themselves stay wide.
+    anything, NaN included: the caller masks the scores and zeroes V. What lies outside is not read where tokens are whole
+    rows (of rows of a few hundred tokens, half a tile is 8% of all bytes); TRANSPOSED it is, so that loads stay wide.
     """
     start = tl.multiple_of(start, BLOCK_N)
     n = tl.arange(0, BLOCK_N)
@@ -55,7 +56,10 @@ def load_tile(
             pointers = cache_ptr + base[None, :] + (head * DIM + d[:, None]) * PAGE + slot[None, :]
         else:
             pointers = cache_ptr + base[:, None] + (head * PAGE + slot[:, None]) * ROW + d[None, :]
-    if BLOCK_D == DIM:
+    if MASKED and not TRANSPOSED:
+        inside = (start + n >= first) & (start + n < last)
+        tile = tl.load(pointers, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+    elif BLOCK_D == DIM:
         tile = tl.load(pointers)
     elif TRANSPOSED:
         tile = tl.load(pointers, mask=(d < DIM)[:, None], other=0.0)
