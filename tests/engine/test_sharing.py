@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from octavo.engine.sharing import PrefixSharing
+from hypothesis import given
+from hypothesis import strategies as st
+from octavo.engine.sharing import FEWEST_ROWS, PrefixSharing
 from octavo.interfaces import KVGroup, KVSpec
 from octavo.request import TableUpdate
 
@@ -62,3 +64,30 @@ def test_models_without_one_full_group_share_nothing() -> None:
         for row in range(4):
             give(found, row, [1, 2])
         assert found.find(np.arange(4), np.full(4, 32)) == ()
+
+
+def test_tokens_of_one_sequence_share_all_that_lies_before_the_first_of_them() -> None:
+    found = sharing("full")
+    give(found, 3, [9, 8, 7, 6, 5])
+    (prefix,) = found.find(np.full(6, 3), np.array([70, 48, 49, 50, 51, 52]))
+    assert prefix.tokens == 48 and sorted(prefix.rows.tolist()) == [0, 1, 2, 3, 4, 5]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=3, max_size=3), st.integers(0, 47)), min_size=1, max_size=24),
+)
+def test_whatever_the_tables_every_set_is_right_and_none_of_enough_rows_is_missed(rows: list[tuple[list[int], int]]) -> None:
+    """Against the definition, row by row."""
+    found = sharing("full", rows=24)
+    for row, (blocks, _) in enumerate(rows):
+        give(found, row, blocks)
+    sets = found.find(np.arange(len(rows)), np.array([start for _, start in rows]))
+    heads = [blocks[0] if start >= 16 else None for blocks, start in rows]
+    right = {tuple(i for i, h in enumerate(heads) if h == head) for head in set(heads) - {None}}
+    assert {tuple(sorted(s.rows.tolist())) for s in sets} == {members for members in right if len(members) >= FEWEST_ROWS}
+    assert [len(s.rows) for s in sets] == sorted((len(s.rows) for s in sets), reverse=True)
+    for shared in sets:
+        whole = min(rows[i][1] // 16 for i in shared.rows)
+        tables = [rows[i][0][:whole] for i in shared.rows]
+        common = next((at for at, column in enumerate(zip(*tables, strict=True)) if len(set(column)) > 1), whole)
+        assert shared.tokens == 16 * common

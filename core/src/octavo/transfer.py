@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 
 
+def copy_into(target: Tensor, array: np.ndarray) -> None:
+    """target takes the values of an array of its shape: one copy, where `to_device` and an assignment are two."""
+    values = torch.from_numpy(np.ascontiguousarray(array))
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
+
+
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array as a tensor on `device`; on a CPU it may share the array's memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))

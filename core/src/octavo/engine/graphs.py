@@ -24,6 +24,7 @@ from octavo.engine.inputs import StateTable
 from octavo.engine.rows import MOST_READ_AGAIN, MOST_TOKENS, TokenRows
 from octavo.interfaces import AttentionBackend, Limits, Model, Step, StepHost
 from octavo.sampling.sampler import Sampler
+from octavo.transfer import copy_into
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class StepGraphs:
             temperature, columns[2, : step.sampled] = self._sampler.columns(sampled)
             columns[3].view(np.float32)[: step.sampled] = temperature
             columns[4, : step.sampled] = sampled
-        bucket.columns.copy_(self._state.send(columns), non_blocking=True)
+        copy_into(bucket.columns, columns)
 
     def _step(self, bucket: _Bucket, host: StepHost) -> tuple[Step, Tensor]:
         rows, positions = bucket.columns[0], bucket.columns[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.engine.sharing import PrefixSharing
 from octavo.interfaces import KVGroup, Limits, Step, StepHost
 from octavo.request import Batch, TableUpdate
-from octavo.transfer import to_device
+from octavo.transfer import copy_into, to_device
 
 
 class StateTable:
@@ -50,7 +50,7 @@ class StateTable:
     def apply(self, batch: Batch) -> None:
         """Take in admissions and block-table changes."""
         for admission in batch.admissions:
-            self.tokens[admission.slot, : len(admission.tokens)] = self.send(admission.tokens)
+            copy_into(self.tokens[admission.slot, : len(admission.tokens)], admission.tokens)
             self.bound[admission.slot] = admission.rope_tokens
         self.update(batch.tables)
 
@@ -58,8 +58,9 @@ class StateTable:
         """Take in changes of the block tables alone."""
         self.sharing.update(tables)
         for update in tables:
-            rows, cols, blocks = self.send(np.stack([update.rows, update.cols, update.blocks]))
-            self.tables[update.group][rows.long(), cols.long()] = blocks
+            table = self.tables[update.group]
+            places, blocks = self.send(np.stack([update.rows.astype(np.int64) * table.shape[1] + update.cols, update.blocks]))
+            table.view(-1).scatter_(0, places, blocks.int())
 
     def decode_step(
         self, rows: Tensor, positions: Tensor, query_start: Tensor, index: Tensor, host: StepHost

@@ -42,20 +42,22 @@ class PrefixSharing:
         size = self._group.block_size
         whole = start // size  # blocks of each row that are full
         heads = np.where(whole > 0, self._table[slots, 0], -1)
-        names, which, counts = np.unique(heads, return_inverse=True, return_counts=True)
+        order = np.argsort(heads, kind="stable")
+        # Rows with one first block stand together in this order: where each such set begins and ends.
+        borders = np.flatnonzero(np.diff(heads[order], prepend=-2, append=-2))
+        counts = np.diff(borders)
+        sets = np.flatnonzero((counts >= FEWEST_ROWS) & (heads[order[borders[:-1]]] >= 0))
         found: list[SharedPrefix] = []
-        for i in np.argsort(-counts, kind="stable")[: MOST_GROUPS + 1]:
-            if counts[i] < FEWEST_ROWS or len(found) == MOST_GROUPS:
-                break
-            if names[i] < 0:
-                continue
-            rows = np.flatnonzero(which == i)
+        for i in sets[np.argsort(-counts[sets], kind="stable")][:MOST_GROUPS]:
+            rows = order[borders[i] : borders[i + 1]]
             blocks = self._common(slots[rows], int(whole[rows].min()))
             found.append(SharedPrefix(rows, blocks * size, self._group.index))
         return tuple(found)
 
     def _common(self, slots: np.ndarray, most: int) -> int:
         """Blocks, of at most `most`, that the tables of all these rows have in common."""
+        if (slots == slots[0]).all():  # tokens of one sequence
+            return most
         for at in range(0, most, COLUMNS):
             part = self._table[slots, at : min(at + COLUMNS, most)]
             differs = np.flatnonzero((part != part[0]).any(0))
