@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from octavo.bench.kernel import cuda_device
 from octavo.interfaces import Gate, OperatorParts, Routing
-from octavo.model.matrix import CublasMatrix, Offers, layer_matrix
+from octavo.model.matrix import CublasMatrix, Offers, head_matrix, layer_matrix
 from octavo_ops_triton.operators import TritonOperators
 from octavo_ops_triton.provider import TritonOptions
 from torch import Tensor
@@ -94,6 +94,7 @@ class Layer:
         self.experts = self.ops["experts_fp8" if weights == "fp8" else "experts"]
         self.shared = (weight(2 * shared, hidden), weight(hidden, shared)) if shared else None
         offers = Offers(small=self.ops["small_linear"])  # as the engine multiplies what is not quantised
+        self.logits = head_matrix(self.router, None, offers)
         self.shared_matrices = [layer_matrix(w, None, offers) for w in self.shared or ()]
 
     def floor_bytes(self, ids: Tensor) -> int:
@@ -108,7 +109,7 @@ class Layer:
         return down(self.ops["silu_mul"](gate_up(x)))
 
     def run(self, x: Tensor) -> Tensor:
-        weights, ids = self.ops["route"](CublasMatrix(self.router, None)(x), self.routing)
+        weights, ids = self.ops["route"](self.logits(x), self.routing)
         out: Tensor = self.experts(x, weights, ids, self.gate_up, self.down, Gate(), base=self.shared_part(x), **self.scales)
         return out
 

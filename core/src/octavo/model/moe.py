@@ -6,13 +6,13 @@ the quantizer's (ModelParts.experts). Stateless between steps.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from octavo.interfaces import ExpertsSpec, ModelParts, Routing
-from octavo.model.matrix import Matrix, head_matrix
+from octavo.model.matrix import Matrix, Offers, SmallProduct, head_matrix
 from octavo.model.parameter import Parameter
 
 
@@ -37,13 +37,14 @@ class Router:
         """`name`.weight [count, hidden], with `bias` also `name`.bias [count]. correction names the tensor [count]
         that corrects the choice (Routing); empty: there is none."""
         self._routing, self._route = routing, parts.op("route")
+        self._offers = Offers(small=cast("SmallProduct | None", parts.find("small_linear")))
         self._weight = Parameter(f"{name}.weight", (count, hidden), parts)
         self._bias = Parameter(f"{name}.bias", (count,), parts) if bias else None
         self._correction = Parameter(correction, (count,), parts, torch.float32) if correction else None
 
     def finish(self) -> None:
         bias = None if self._bias is None else self._bias.get()
-        self._matrix: Matrix = head_matrix(self._weight.get(), bias)
+        self._matrix: Matrix = head_matrix(self._weight.get(), bias, self._offers)
         self._shift = None if self._correction is None else self._correction.get()
 
     def __call__(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:

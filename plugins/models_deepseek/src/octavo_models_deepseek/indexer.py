@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from octavo.interfaces import ModelParts, Step
 from octavo.model.layers import Angles
-from octavo.model.matrix import Matrix, head_matrix
+from octavo.model.matrix import Matrix, Offers, head_matrix
 from octavo.model.parameter import Parameter
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class Indexer:
         self._query = parts.linear(name, config.query_rank, {"wq_b": index.heads * index.dim})
         self._key = parts.linear(name, config.hidden_size, {"wk": index.dim})
         self._norm = tuple(Parameter(f"{name}.k_norm.{kind}", (index.dim,), parts, torch.float32) for kind in ("weight", "bias"))
+        self._offers = Offers(small=parts.find("small_linear"))  # type: ignore[arg-type]
         self._weights = Parameter(f"{name}.weights_proj.weight", (index.heads, config.hidden_size), parts)
         self._rope = parts.op("qk_norm_rope")
         self._cache = parts.attention(config.index_layer(number))
@@ -38,7 +39,7 @@ class Indexer:
         self._key.finish()
         self._norm_weight, self._norm_bias = (parameter.get() for parameter in self._norm)
         # Never quantised, and its product float32: it ranks keys, and a rank that flips changes what is seen.
-        self._head_weights: Matrix = head_matrix(self._weights.get(), None)
+        self._head_weights: Matrix = head_matrix(self._weights.get(), None, self._offers)
 
     def __call__(self, step: Step, x: Tensor, low: Tensor, angles: Angles) -> Tensor | None:
         """x [T, H], low [T, query rank]. RoPE turns the leading dims, pairs (j, j + d / 2), unlike the main attention's."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 from octavo.interfaces import Linear, ModelParts, Step
-from octavo.model.matrix import Matrix, head_matrix
+from octavo.model.matrix import Matrix, Offers, head_matrix
 from octavo.model.parameter import Buffer, Parameter
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class EntryIndex:
             f"{name}.compressor", config, caches["index parts"], layer.rate, config.index.dim, rotary, parts
         )
         self._query = parts.linear(name, config.query_rank, {"wq_b": config.index.heads * config.index.dim})
+        self._offers = Offers(small=parts.find("small_linear"))  # type: ignore[arg-type]
         self._weights = Parameter(f"{name}.weights_proj.weight", (config.index.heads, config.hidden_size), parts)
         self._cache = parts.attention(caches["index entries"].layer)
         self._turn = parts.find("pair_turn") or pair_turn
@@ -39,7 +40,7 @@ class EntryIndex:
     def finish(self) -> None:
         self._compress.finish()
         self._query.finish()
-        self._head_weights: Matrix = head_matrix(self._weights.get(), None)
+        self._head_weights: Matrix = head_matrix(self._weights.get(), None, self._offers)
 
     def __call__(self, step: Step, x: Tensor, low: Tensor, angles: Angles) -> Tensor | None:
         """Numbers of entries int32 [T, top], or None where every token sees all of its row's."""
