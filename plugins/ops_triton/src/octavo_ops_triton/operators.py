@@ -2,7 +2,7 @@
 
 Owns which (name, format) there are; arithmetic is in kernels/, signatures are those of
 `octavo.model.operators` (`draw` and `small_linear` have no counterpart there: their functions say what
-they compute; that of `decode_inputs` is in `octavo.engine.inputs`). Holds no state but compiled kernels.
+they compute; those of `decode_inputs` and `matrix` are in `octavo.engine.inputs` and `octavo.model.matrix`). Holds no state but compiled kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from octavo.interfaces import OperatorParts
 
 from octavo_ops_triton.kernels import activation, angles, draw, embedding, inputs, linear, norm, rope
 from octavo_ops_triton.launch import Launcher
+from octavo_ops_triton.matrix import HopperMatrices
 from octavo_ops_triton.moe import GroupedExperts, route
 from octavo_ops_triton.provider import TritonOptions
 
@@ -35,14 +36,20 @@ class TritonOperators:
             "rope_angles": angles.rope_angles,
             "decode_inputs": inputs.decode_inputs,
         }
-        grouped = GroupedExperts(launcher)
+        grouped, small = GroupedExperts(launcher), linear.SmallLinear(launcher)
         self.ops: Mapping[tuple[str, str], Callable[..., Any]] = {
-            ("small_linear", "plain"): linear.SmallLinear(launcher),
+            ("small_linear", "plain"): small,
+            **({("matrix", "plain"): HopperMatrices(small, launcher)} if _is_hopper(parts) else {}),
             ("route", "plain"): partial(route, launcher),
             ("experts", "plain"): grouped,
             **({("experts_fp8", "plain"): grouped} if _has_e4m3(parts) else {}),
             **{(name, "plain"): partial(function, launcher) for name, function in functions.items()},
         }
+
+
+def _is_hopper(parts: OperatorParts) -> bool:
+    """Whether the device has the matrix units and the copy engine that `kernels.hopper_product` is written for."""
+    return parts.device.type == "cuda" and parts.device.capability[0] == 9
 
 
 def _has_e4m3(parts: OperatorParts) -> bool:
