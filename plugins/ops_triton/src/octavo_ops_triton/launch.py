@@ -12,7 +12,6 @@ waited for the one before it.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import triton
@@ -95,24 +94,10 @@ class Launcher:
         compiled = kernel[grid](*args, **options, **(self._extra if overlap else {}))
         if compiled is None:  # Triton's interpreter compiles nothing
             return
-        if self.pdl:
-            prefer_shared(compiled.function)
         # Pointers that are not all aligned share a key although the kernel was compiled for some of them: go Triton's way each time.
         if aligned:
             stream = triton.runtime.driver.active.get_current_stream
             self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, stream, device)
-
-
-_PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-
-
-def prefer_shared(function: int) -> None:
-    """Let a kernel (CUfunction) run with as much shared memory as a multiprocessor has. Between shared memory and L1 it has one
-    division at a time, and blocks of kernels that want different ones never run on it together: a norm of a few blocks would keep the
-    product behind it, which fills shared memory with weights before it waits, from the multiprocessors that it runs on."""
-    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_CARVEOUT, 100)
-    if status:
-        raise RuntimeError(f"cuFuncSetAttribute failed with status {status}")
 
 
 def rows(x: Tensor, what: str) -> int:

@@ -53,8 +53,8 @@ def tiles(pairs: int, experts: int, inner: int, bits: int) -> tuple[Tile, Tile]:
         return Tile(16, 32, 32, 4, 3), Tile(16, 64, 32, 4, 3)
     if pairs <= FEW:
         m = 16 if pairs <= 4 * experts else 32 if pairs <= 16 * experts else 64
-        if bits == 8 and m == 16:
-            return Tile(m, 64, 128, 4, 4), Tile(m, 64, 128, 4, 4)
+        if bits == 8 and m == 16:  # of few experts, deep pipelines; of more, more programs a multiprocessor
+            return Tile(m, 64, 128, 4, 6 if pairs <= 16 else 4), Tile(m, 64, 128, 4, 4)
         narrow = pairs <= 64 and inner >= 2048  # else fewer, larger programs
         return Tile(m, 32, 128, 4, 5 if m == 16 else 4), Tile(m, 32, 128, 4, 5) if narrow else Tile(m, 64, 128, 4, 4)
     each = pairs // experts
