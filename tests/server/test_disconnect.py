@@ -91,7 +91,7 @@ def test_while_it_is_queued_and_those_before_it_go_on(server: Server, blocks: fl
 
 def test_during_a_long_prefill(server: Server, blocks: float) -> None:
     for stream in (True, False):
-        sock = post_raw(server, "/v1/completions", {**LONG, "prompt": [9] * 4000, "max_tokens": 90, "stream": stream})
+        sock = post_raw(server, "/v1/completions", {**LONG, "prompt": [9 + stream] * 4000, "max_tokens": 90, "stream": stream})
         running(server, 1)
         sock.close()
         server.idle(SECONDS, blocks)
