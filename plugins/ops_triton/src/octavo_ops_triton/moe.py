@@ -30,6 +30,8 @@ from octavo_ops_triton.kernels.experts import (
 from octavo_ops_triton.kernels.route import SCORES, route_kernel
 from octavo_ops_triton.launch import Launcher, rows
 
+MOST_TILES = 4096
+"""Column tiles of the second product at most, of one token."""
 FEW = 512
 """Pairs up to which a program finds its own among all of them."""
 
@@ -94,6 +96,7 @@ class GroupedExperts:
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
+        self._arrived: Tensor | None = None  # of `down_kernel`: zero before and after every launch
 
     def __call__(
         self,
@@ -154,14 +157,20 @@ class GroupedExperts:
              kind, gate_up_bias is not None, precision, *shape(first)),
             warps=first.warps, stages=first.stages,
         )  # fmt: skip
-        self._launch(
-            down_kernel, grid(second, hidden),
-            (middle, ids, order, counts, down, down_scale, middle if down_bias is None else down_bias, weights, part), (pairs,),
-            (mode, count, hidden, inner, kind, down_bias is not None, precision, *shape(second)),
-            warps=second.warps, stages=second.stages,
-        )  # fmt: skip
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         stride = 0 if base is None else rows(base, "experts")
+        alone = tokens == 1 and mode == BY_PAIR and second.group == 1
+        if alone and self._arrived is None:
+            self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
+        self._launch(
+            down_kernel, grid(second, hidden),
+            (middle, ids, order, counts, down, down_scale, middle if down_bias is None else down_bias, weights, part,
+             out if base is None else base, out, counts if self._arrived is None else self._arrived), (pairs,),
+            (mode, count, hidden, inner, kind, down_bias is not None, precision, top if alone else 0, base is not None, *shape(second)),
+            warps=second.warps, stages=second.stages,
+        )  # fmt: skip
+        if alone:
+            return out
         self._launch(
             combine_kernel, (tokens, triton.cdiv(hidden, 1024)), (part, out if base is None else base, out), (),
             (top, hidden, base is not None, stride, 1024), warps=4,

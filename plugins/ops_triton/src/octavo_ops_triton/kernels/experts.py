@@ -145,14 +145,17 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["P"])
 def down_kernel(
-    inner_ptr, ids_ptr, order_ptr, counts_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, out_ptr, P,
+    inner_ptr, ids_ptr, order_ptr, counts_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, out_ptr, base_ptr, sum_ptr, arrived_ptr, P,
     MODE: tl.constexpr, E: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr,
-    SCALES: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    SCALES: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, TOP: tl.constexpr, BASE: tl.constexpr,
     E_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """out [P, H]: BLOCK_N columns of what one expert gives, times its shares. Block scales lie as
-    [E, ceil(H / 128), ceil(INNER / 128)], row scales as [E, H]."""
+    [E, ceil(H / 128), ceil(INNER / 128)], row scales as [E, H].
+
+    TOP > 0: the step is one token, whose TOP pairs are all there are (MODE 0), and the last of the programs of a tile to arrive adds
+    up its columns in sum [H], as `combine_kernel` would, and of base [H] where there is one. arrived is zero before and after."""
     tile, index = _place(H, BLOCK_N, GROUP)
     begin(PDL)
     expert, first, last, start = _work(ids_ptr, counts_ptr, index, P, MODE, E, E_BLOCK, BLOCK_M)
@@ -181,6 +184,19 @@ def down_kernel(
         y *= tl.load(share_ptr + pair, mask=pair >= 0, other=0.0)[:, None]
         to = out_ptr + pair.to(tl.int64)[:, None] * H + n[None, :]
         tl.store(to, y.to(out_ptr.dtype.element_ty), mask=(pair >= 0)[:, None] & (n < H)[None, :])
+    if TOP > 0:
+        # Every thread's stores come before the one arrival; the last to arrive sees all of them.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == TOP - 1:
+            tl.debug_barrier()
+            tl.store(arrived_ptr + tile, 0)  # ready for the next launch
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for j in tl.static_range(TOP):
+                total += tl.load(out_ptr + j * H + n, mask=n < H, other=0.0)
+            if BASE:
+                total += tl.load(base_ptr + n, mask=n < H, other=0.0).to(tl.float32)
+            tl.store(sum_ptr + n, total.to(sum_ptr.dtype.element_ty), mask=n < H)
 
 
 @triton.jit
