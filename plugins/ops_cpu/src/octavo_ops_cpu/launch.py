@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,4 +22,4 @@ def fitting(kernel: Kernel, values: int) -> Callable[..., None]:
 
 
 def dtype_of(tensor: Tensor) -> Dtype:
-    return NAMES[cast(torch.dtype, tensor.dtype)]
+    return NAMES[tensor.dtype]

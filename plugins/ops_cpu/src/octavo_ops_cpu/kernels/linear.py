@@ -81,14 +81,16 @@ def _body(
     per_tile = inputs * (2 * tile.rows)
     cut = e.larger(e.i64(L2_BYTES) // per_tile, 1) if tile in MANY else e.i64(1)  # tiles at a time
     panel = e.stack(cut * per_tile) if tile.rows > 1 else x
-    columns = max(1, tile.blocks // (2 if gate else 1))
-    sums = e.scratch(columns * (2 if gate else 1) * tile.rows * BLOCK)
+    halves = 2 if gate else 1
+    columns = max(1, tile.blocks // halves)  # of the result, in one tile
+    sums = e.scratch(columns * halves * tile.rows * BLOCK)
 
-    def finish(sums: list[Value], columns: list[Value]) -> Value:
-        """Of the sums of one row and block (and of its partner)."""
+    def finish(row: Value, column: int, block: Value) -> Value:
+        """Of a row of the tile and a block of the result: its sums (and those of its partner), with what follows them."""
+        parts = [e.load(sums + (row + (column + i * columns) * tile.rows) * (BLOCK * 4), "float32") for i in range(halves)]
         if with_bias:
-            sums = [s + e.load(bias + column * 4, "float32") for s, column in zip(sums, columns, strict=True)]
-        return ACTIVATIONS[gate](e, sums[0]) * sums[1] if gate else sums[0]
+            parts = [part + e.load(bias + (block * BLOCK + i * width) * 4, "float32") for i, part in enumerate(parts)]
+        return ACTIVATIONS[gate](e, parts[0]) * parts[1] if gate else parts[0]
 
     with e.loop(0, rows, cut * tile.rows) as top:
         bottom = e.smaller(top + cut * tile.rows, rows)
@@ -110,9 +112,7 @@ def _body(
                     e.store(value, sums + (i * tile.rows + j) * (BLOCK * 4), "float32")
             with e.loop(0, e.smaller(rows - row, tile.rows)) as r:
                 for c, b in enumerate(blocks):
-                    at = [b * BLOCK, b * BLOCK + width][: 2 if gate else 1]
-                    found = [e.load(sums + (r + (c + i * columns) * tile.rows) * (BLOCK * 4), "float32") for i in range(len(at))]
-                    e.store(finish(found, at), out + ((row + r) * width + at[0]) * ITEM[dtype], dtype)
+                    e.store(finish(r, c, b), out + ((row + r) * width + b * BLOCK) * ITEM[dtype], dtype)
 
 
 def _pack(e: Emitter, tile: Tile, x: Value, panel: Value, top: Value, bottom: Value, rows: Value, inputs: Value) -> None:

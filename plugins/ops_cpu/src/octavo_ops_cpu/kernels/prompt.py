@@ -81,8 +81,8 @@ def _prompt(
                 with e.loop(0, LINES) as r:
                     i = e.smaller(m + r, lines - 1)
                     visible = position + i // group + 1 - tile
-                    at = best + (m + r) * 4, total + (m + r) * 4, shrinks + r * 4
-                    _weigh(shape, e, scores + r * (TILE * 4), visible, scale, weights + r * (TILE * 2), *at)
+                    kept = best + (m + r) * 4, total + (m + r) * 4, shrinks + r * 4
+                    _weigh(shape, e, scores + r * (TILE * 4), visible, scale, weights + r * (TILE * 2), *kept)
                 _add(e, width, weights, values, shrinks, sums + m * (width * 4))
 
         with e.loop(0, lines) as m:
