@@ -46,7 +46,7 @@ from octavo.server.tenants import Tenants
 log = logging.getLogger("octavo.server")
 
 _BACKLOG = 2048
-_ACCEPTED_AT_ONCE = 16
+_ACCEPTED_AT_ONCE = 32
 _MAX_FILES = 1 << 17
 _SWITCH_SECONDS = 0.001  # a thread that has tokenised waits so long for a busy loop to let it say so; 5 ms by default
 _FLUSH_SECONDS = 1.0  # for the last events of streams that the drain has ended
