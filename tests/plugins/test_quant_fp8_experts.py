@@ -14,6 +14,7 @@ import pytest
 import torch
 from octavo.errors import LoadError
 from octavo.interfaces import ExpertsSpec, Gate, QuantizerParts
+from octavo.model.operators import experts
 from octavo.testing.model import DictWeights, checkpoint, transformers_model
 from safetensors.torch import load_file, save_file
 
@@ -66,7 +67,8 @@ def test_plain_experts_are_quantised_while_they_load(model: Path) -> None:
 
 def quantizer(weights: DictWeights, **config: Any) -> Fp8Quantizer:
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128], **config}
-    return Fp8Quantizer(Fp8Options(), QuantizerParts(Device(), "float32", settings, weights, lambda name: experts_fp8))
+    offered = {"experts_fp8": experts_fp8, "experts": experts}
+    return Fp8Quantizer(Fp8Options(), QuantizerParts(Device(), "float32", settings, weights, offered.get))
 
 
 def test_experts_that_the_checkpoint_left_alone_are_plain() -> None:
