@@ -213,7 +213,7 @@ def measure(server: subprocess.Popen[bytes], log: Path, args: argparse.Namespace
     memory = asyncio.run(drive(soak, 60 * args.minutes, args.clients, processes))
     stats = settle(soak)
     pinned, back = soak.ask("/admin/prefix-cache")["pins"], restored(soak)["pins"]
-    shrunk = "0 of them are pinned" in log.read_text(errors="replace")  # a pool that has shrunk may have no room for them
+    shrunk = ": 0 of them are pinned" in log.read_text(errors="replace")  # a pool that has shrunk may have no room for them
     kept = back == pinned or (shrunk and back.items() <= pinned.items())
     cache = soak.ask("/admin/prefix-cache?pins=true", "DELETE")
     growth = {name: round(quarter(values, 3) - quarter(values, 1), 2) for name, values in memory.items()}
