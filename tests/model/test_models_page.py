@@ -55,7 +55,10 @@ OF_PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepseekV3ForCausalLM": ("DeepSeek V3", V3),
     "DeepseekV32ForCausalLM": ("DeepSeek V3.2", V3 | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}),
     "DeepseekV4ForCausalLM": ("DeepSeek V4 Flash", {"num_hidden_layers": 43}),
-    "DeepseekForCausalLM": ("a 7B shape, window 4K", {k: v for k, v in shape(32, 4096, 11008, 32, 8, 128).items() if k[:3] != "max"}),
+    "DeepseekForCausalLM": (
+        "a 7B shape, window 4K",
+        {k: v for k, v in shape(32, 4096, 11008, 32, 8, 128).items() if k[:3] != "max"},
+    ),
 }
 
 

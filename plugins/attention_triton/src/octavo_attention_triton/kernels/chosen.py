@@ -68,16 +68,15 @@ def chosen_kernel(
     for tile in tl.range(tiles * part // SPLITS, tiles * (part + 1) // SPLITS, num_stages=STAGES):
         at = _keys_of(select, position, tile * BLOCK_N + n, COUNT, WINDOW, EVERY)
         held = at >= 0
-        # In the place of no key an entry of block 0 is read: its score is replaced and its value zeroed.
+        # Where there is no key nothing is read: its score is replaced, and its value is 0.
         page = tl.load(table + at // PAGE, mask=held, other=0).to(tl.int64)
         entry = cache_ptr + page * page_stride + tl.where(held, at % PAGE, 0) * K_DIM
-        if BLOCK_V == V_DIM:
-            k = tl.load(entry[:, None] + dv[None, :]).to(q.dtype)
-        else:
-            k = tl.load(entry[:, None] + dv[None, :], mask=(dv < V_DIM)[None, :], other=0.0).to(q.dtype)
+        k = tl.load(entry[:, None] + dv[None, :], mask=held[:, None] & (dv < V_DIM)[None, :], other=0.0).to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if BLOCK_R > 0:
-            kr = tl.load(entry[:, None] + V_DIM + dr[None, :], mask=(dr < K_DIM - V_DIM)[None, :], other=0.0).to(q.dtype)
+            kr = tl.load(entry[:, None] + V_DIM + dr[None, :], mask=held[:, None] & (dr < K_DIM - V_DIM)[None, :], other=0.0).to(
+                q.dtype
+            )
             s = tl.dot(qr, tl.trans(kr), s, input_precision=PRECISION)
         s = tl.where(held[None, :], s * scale, float("-inf"))
         m, den, acc = accumulate(s, k, held, m, den, acc, q.dtype, False, PRECISION, True)

@@ -59,6 +59,7 @@ def _attend(
     held = (token >= first) & (token < last)
     if MASKED:
         s = tl.where((token >= first)[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
+        k = tl.where(held[:, None], k, 0.0)  # what was never written may be NaN, which no weight of 0 erases
     return accumulate(s, k, held, m, den, acc, k.dtype, False, PRECISION, MASKED)
 
 
