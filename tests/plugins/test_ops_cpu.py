@@ -95,6 +95,17 @@ def test_vectors_are_as_wide_as_the_processor_s() -> None:
     assert lanes() == (16 if "avx512f" in HERE.features else 8)
 
 
+def test_a_kernel_runs_on_as_many_threads_as_torch_was_told(threads: int) -> None:
+    def body(e: Emitter, thread: Value, threads: Value, out: Value) -> None:
+        e.store_raw(threads, out + thread * 8, 8)
+
+    kernel, seen = compile_kernel("threads", 1, body), torch.zeros(4, dtype=torch.int64)
+    kernel.pooled(seen.data_ptr())
+    assert seen.tolist() == [threads] * threads + [0] * (4 - threads)
+    kernel.alone(seen.zero_().data_ptr())
+    assert seen.tolist() == [1, 0, 0, 0]
+
+
 # ---------------------------------------------------------------- norms and gates
 
 
