@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from octavo.catalog import Accept, Device, Needs, Reject
 from octavo.engine.device import cpu_features
+from octavo.errors import PluginError
 from octavo.interfaces import AttentionLayer, KVSpec, OperatorParts
 from octavo.sampling.rng import uniforms
 from octavo.sampling.truncation import BLOCK, draw
@@ -20,6 +21,7 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 pytest.importorskip("octavo_ops_cpu")
 
+from octavo_ops_cpu.jit import compiler
 from octavo_ops_cpu.jit.compiler import compile_kernel, lanes
 from octavo_ops_cpu.jit.emitter import Emitter, Value
 from octavo_ops_cpu.matrix import MatrixPacker
@@ -104,6 +106,15 @@ def test_a_kernel_runs_on_as_many_threads_as_torch_was_told(threads: int) -> Non
     assert seen.tolist() == [threads] * threads + [0] * (4 - threads)
     kernel.alone(seen.zero_().data_ptr())
     assert seen.tolist() == [1, 0, 0, 0]
+
+
+def test_an_openmp_library_that_cannot_be_entered_is_an_error_of_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.link_thread_pool.cache_clear()
+    monkeypatch.setattr(compiler, "_POOL", ("GOMP_nowhere",))
+    with pytest.raises(PluginError, match=r"no GOMP_nowhere.*uninstall octavo-ops-cpu"):
+        CpuOperators(None, OperatorParts(HERE, "float32"))
+    monkeypatch.undo()
+    CpuOperators(None, OperatorParts(HERE, "float32"))
 
 
 # ---------------------------------------------------------------- norms and gates

@@ -17,6 +17,7 @@ from octavo.attention.torch_backend import TorchAttention
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
 from torch import Tensor
 
+from octavo_ops_cpu.jit.compiler import link_thread_pool
 from octavo_ops_cpu.jit.emitter import ITEM, float_bits
 from octavo_ops_cpu.kernels.decode import Rows, decode
 from octavo_ops_cpu.kernels.prologue import Heads, prologue
@@ -73,6 +74,7 @@ class CpuAttention:
     graphs: Literal["none", "decode", "all"] = "none"
 
     def __init__(self, options: Any, parts: AttentionParts) -> None:
+        link_thread_pool()
         self._dtype = NAMES[getattr(torch, parts.dtype)]
         self._prompts = TorchAttention(options, parts, least=2)
         self._layers: dict[int, _Layer] = {}

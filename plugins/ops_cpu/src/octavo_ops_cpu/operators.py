@@ -18,6 +18,7 @@ from octavo.model import operators as core
 from octavo.sampling.rng import uniforms
 from torch import Tensor
 
+from octavo_ops_cpu.jit.compiler import link_thread_pool
 from octavo_ops_cpu.jit.emitter import float_bits
 from octavo_ops_cpu.kernels import activation, norm
 from octavo_ops_cpu.kernels.draw import draw as draw_kernel
@@ -30,6 +31,7 @@ class CpuOperators:
     """interfaces.Operators on compiled CPU kernels."""
 
     def __init__(self, options: Any, parts: OperatorParts) -> None:
+        link_thread_pool()
         self.ops: Mapping[tuple[str, str], Callable[..., Any]] = {
             ("rms_norm", "plain"): rms_norm,
             ("add_rms_norm", "plain"): add_rms_norm,

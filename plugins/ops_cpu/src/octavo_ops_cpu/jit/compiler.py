@@ -19,6 +19,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
+from octavo.errors import PluginError
 
 from octavo_ops_cpu.jit.emitter import I32, I64, Emitter, Value
 
@@ -57,7 +58,7 @@ def lanes() -> int:
 
 
 def thread_pool() -> ctypes.CDLL:
-    """The OpenMP library that torch runs on, or an OSError that says what is missing.
+    """The OpenMP library that torch runs on. PluginError where it cannot be entered.
 
     Its functions are looked up from libtorch_cpu, whose dependency it is, so that no other copy in the process is met."""
     import torch
@@ -66,7 +67,10 @@ def thread_pool() -> ctypes.CDLL:
     handle = ctypes.CDLL(str(library))
     for name in _POOL:
         if not hasattr(handle, name):
-            raise OSError(f"torch's OpenMP library has no {name}: it is neither libgomp nor compatible with it")
+            raise PluginError(
+                f"torch's OpenMP library has no {name}: it is neither libgomp nor compatible with it, and kernels run on its threads; "
+                "uninstall octavo-ops-cpu to go without them"
+            )
     return handle
 
 
