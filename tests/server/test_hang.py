@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ SHORT = {**LONG, "max_tokens": 4, "stream": False}
 def server(long_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--num-gpu-blocks-override", "600", "--block-size", "16", "--num-threads", "1", "--admin-api-key", ADMIN_KEY)
     log = tmp_path_factory.mktemp("hang") / "log"
-    running = Server(long_tiny, log, *flags, "--engine-timeout", str(TIMEOUT), "--max-engine-restarts", "3")
+    running = Server(
+        long_tiny, log, *flags, "--engine-timeout", str(TIMEOUT), "--max-engine-restarts", "3", "--log-level", "debug"
+    )
     try:
         yield running.ready()
     finally:
@@ -74,7 +77,7 @@ def test_a_pause_within_the_timeout_and_long_idleness_are_no_hang(server: Server
     before = row(server)
     time.sleep(2 * TIMEOUT)  # nothing is asked for
     engine = server.engine()
-    with httpx.stream("POST", server.url + "/v1/completions", json={**LONG, "max_tokens": 500}, timeout=60) as response:
+    with httpx.stream("POST", server.url + "/v1/completions", json={**LONG, "max_tokens": 2500}, timeout=60) as response:
         lines = events(response.iter_lines())
         next(lines)
         engine.suspend()
@@ -83,6 +86,9 @@ def test_a_pause_within_the_timeout_and_long_idleness_are_no_hang(server: Server
         assert list(lines)[-1] == "[DONE]"
     after = row(server)
     assert (after["pid"], after["restarts"]) == (before["pid"], before["restarts"])
+    told = re.findall(r"step \d+ took (\d+) ms \((\d+) waiting for the device, (\d+) of processor time\)", server.text)
+    took, waited, worked = max(tuple(map(int, line)) for line in told)
+    assert took > 1000 * TIMEOUT / 2 - 100 and waited + worked < took / 2  # it was kept from running
 
 
 def test_where_it_hung_is_in_the_log(server: Server) -> None:

@@ -68,14 +68,15 @@ class EngineLoop:
         while self._open:
             if not engine.busy:
                 self._await_message()
+            began, worked = time.perf_counter(), time.thread_time()
             self._drain_messages(engine)
             if engine.busy:
-                worked = time.thread_time()
                 events = engine.step()
                 events.stats.sent = time.perf_counter()
                 self._send(messages.EVENTS, events)
-                if events.stats.step_seconds > SLOW_STEP:
-                    _say_slow(events, engine.waited, time.thread_time() - worked)
+                took = time.perf_counter() - began
+                if took > SLOW_STEP:
+                    _say_slow(events, took, engine.waited, time.thread_time() - worked)
         engine.close()
 
     def _progress(self, stage: str, done: int = 0, total: int = 0) -> None:
@@ -115,14 +116,14 @@ class EngineLoop:
                 self._open = False
 
 
-def _say_slow(events: Events, waited: float, worked: float) -> None:
-    """worked: processor time of this thread. Little of it and little waiting: the thread was kept from running, or waited
-    for something else, such as a compiler."""
+def _say_slow(events: Events, took: float, waited: float, worked: float) -> None:
+    """took: seconds of the step with its messages; waited: of them for the device; worked: processor time of this thread. Little
+    of the last two: it was kept from running, or waited for something else, such as a compiler."""
     stats = events.stats
     log.debug(
         "step %d took %.0f ms (%.0f waiting for the device, %.0f of processor time): %d tokens, %d sequences running, %d waiting",
         stats.steps,
-        1000 * stats.step_seconds,
+        1000 * took,
         1000 * waited,
         1000 * worked,
         stats.step_tokens,
