@@ -99,7 +99,7 @@ def accumulate(
     v = v.to(DOT)
     if V_TRANSPOSED:
         v = tl.trans(v)
-    if MASKED:
+    if MASKED and V_TRANSPOSED:  # else its load has zeroed it
         v = tl.where(visible[:, None], v, 0.0)
     acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)
     return top, den, acc
