@@ -21,6 +21,7 @@ from octavo.interfaces import Activation, Linear, OperatorParts
 from octavo.testing.bare_model import DictWeights
 from octavo.testing.quantizer import QuantizerSuite, QuantizerTarget
 from octavo_quant_fp8 import fused, numerics, operators, products
+from octavo_quant_fp8.kernels import rows
 from octavo_quant_fp8.provider import QUANTIZER
 from octavo_quant_fp8.scheme import Scheme
 from octavo_quant_fp8.weights import GatheredWeights
@@ -164,13 +165,33 @@ def test_products_of_a_public_model_s_shapes_at_every_batch(n: int, k: int, kind
     scheme = Scheme("block", "block", scale_name="weight_scale_inv") if kind == "block" else Scheme("channel", "token")
     made, dense = product(n, k, scheme, BF16)
     quantise = numerics.quantise_groups if kind == "block" else numerics.quantise_rows
-    for m in (1, 3, 16, 17, 48, 64, 65, 300):
+    for m in (1, 3, 8, 16, 17, 48, 64, 65, 128, 200, 256, 300):
         x = Activation(*quantise(torch.randn(m, k)))
         wide = numerics.spread_groups(x.scale, k) if kind == "block" else x.scale
         want = (x.data.double() * wide.double()) @ dense.T
         error = float((made(x).double() - want).norm() / want.norm())
         assert error < 6e-3, (m, error)
         assert torch.equal(made(x), made(x)), "split sums are added in a fixed order"
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+@pytest.mark.parametrize(("n", "k"), [(1040, 2064), (4096, 1024), (272, 8208), (16400, 1040)])
+def test_the_cuda_product_ends_where_its_matrices_do(n: int, k: int, dtype: torch.dtype) -> None:
+    """No dimension is a multiple of a tile; a bias; results that were not written would be NaN."""
+    if not rows.supported(torch.device("cuda"), n, k):
+        pytest.skip("rows.cu needs compute capability 9 and CuPy")
+    data, scale = (torch.randn(n, k) * 60).clamp(-448, 448).to(numerics.E4M3), torch.rand(n) * 1e-3 + 1e-4
+    bias = torch.randn(n).to(dtype)
+    few = rows.FewRows(data, scale, bias, dtype)
+    for m in (2, 7, 8, 9, 31, 64, 65, 128, 129, 255):
+        if few.serves(m):
+            x = Activation(*numerics.quantise_rows(torch.randn(m, k) * torch.arange(1, m + 1)[:, None]))
+            want = (x.data.double() * x.scale.double()) @ (data.double() * scale.double()[:, None]).T + bias.double()
+            torch.empty(m, n, dtype=dtype).fill_(float("nan"))  # what the allocator gives next
+            error = (few(x).double() - want).norm(dim=1) / want.norm(dim=1)
+            assert float(error.max()) < 6e-3, (m, error)
+            assert torch.equal(few(x), few(x)), "split sums are added in a fixed order"
 
 
 @pytest.mark.usefixtures("on_gpu")

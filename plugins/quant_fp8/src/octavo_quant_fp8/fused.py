@@ -1,6 +1,6 @@
-"""The operators whose result is FP8, one Triton kernel each, and the launch of the plain quantisation.
+"""The operators whose result is FP8, one kernel each, and the launch of the plain quantisation.
 
-Owns launches: arithmetic is in kernels/quantise.py, signatures and the oracle are `octavo_quant_fp8.operators`'s.
+Owns launches: arithmetic is in kernels/quantise.py, and for few rows with one scale each on Hopper in kernels/quantise.cu; signatures and the oracle are `octavo_quant_fp8.operators`'s.
 
 For PLAIN_ROWS rows, "fp8_token" leaves the result in the model's dtype, as a tensor: its Linear multiplies so few
 without a matrix unit, so that FP8 saves nothing there, and finding the largest value of a row takes one program.
@@ -20,7 +20,7 @@ from octavo_ops_triton.kernels import activation, norm
 from octavo_ops_triton.launch import Launcher, rows
 from torch import Tensor
 
-from octavo_quant_fp8.kernels import quantise
+from octavo_quant_fp8.kernels import few_rows, quantise
 from octavo_quant_fp8.numerics import E4M3
 from octavo_quant_fp8.scheme import BLOCK as GROUP
 
@@ -68,6 +68,8 @@ def add_rms_norm(
 def _norm(launch: Launcher, by_group: bool, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, add: bool) -> Activation:
     size = x.shape[1]
     out, block, group = _output(x, size, by_group)
+    if add and not by_group and weight.dtype in (torch.float32, x.dtype) and few_rows.serves(x, size, residual, weight):
+        return few_rows.quantise(few_rows.NORM, x, out, residual=residual, weight=weight, eps=eps)
     constants = (rows(x, "rms_norm"), rows(residual, "rms_norm"), size, block, group, add)
     launch(
         quantise.norm_kernel, (x.shape[0], 1), (x, residual, weight, out.data, out.scale), (eps,), constants, warps=_warps(block)
@@ -81,6 +83,8 @@ def silu_mul(launch: Launcher, by_group: bool, gate_up: Tensor) -> Activation | 
         return activation.silu_mul(launch, gate_up)
     size = gate_up.shape[1] // 2
     out, block, group = _output(gate_up, size, by_group)
+    if not by_group and few_rows.serves(gate_up, size):
+        return few_rows.quantise(few_rows.SWIGLU, gate_up, out)
     constants = (rows(gate_up, "silu_mul"), size, block, group)
     launch(quantise.silu_mul_kernel, (gate_up.shape[0], 1), (gate_up, out.data, out.scale), (), constants, warps=_warps(block))
     return out
@@ -90,6 +94,8 @@ def quantise_input(launch: Launcher, by_group: bool, x: Tensor, bound: float = m
     """A plain input [T, K], for a Linear whose input nobody could quantise on the way. Values past `bound` saturate."""
     size = x.shape[1]
     out, block, group = _output(x, size, by_group)
+    if not by_group and few_rows.serves(x, size):
+        return few_rows.quantise(few_rows.PLAIN, x, out, bound=bound)
     constants = (rows(x, "quantise"), size, block, group)
     launch(quantise.rows_kernel, (x.shape[0], 1), (x, out.data, out.scale), (bound,), constants, warps=_warps(block))
     return out

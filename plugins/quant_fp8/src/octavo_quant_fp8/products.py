@@ -1,6 +1,6 @@
 """The FP8 products on CUDA: which kernel computes a Linear at how many rows.
 
-Owns the choice between Triton's kernels, `torch._scaled_mm` and cuBLAS, the scratch memory of split sums, and what happens
+Owns the choice between the kernels in CUDA and Triton, `torch._scaled_mm` and cuBLAS, the scratch memory of split sums, and what happens
 to a plain input. Nothing here waits for the device, and all of it may be captured.
 """
 
@@ -19,6 +19,7 @@ from octavo_quant_fp8.fused import PLAIN_ROWS, launcher, quantise_input, quantis
 from octavo_quant_fp8.kernels.gemv import held_kernel, loop_kernel
 from octavo_quant_fp8.kernels.mixed import mixed_kernel
 from octavo_quant_fp8.kernels.product import block_kernel, product_kernel
+from octavo_quant_fp8.kernels.rows import FewRows, supported
 from octavo_quant_fp8.numerics import spread_groups
 from octavo_quant_fp8.provider import has_units
 from octavo_quant_fp8.reference import Product, input_format
@@ -68,6 +69,8 @@ class RowProduct:
         self._input_scale, self._launch, self._dtype = weights.input_scale, launch, dtype
         n, k = self._data.shape
         self._library = n % 16 == 0 and k % 16 == 0 and dtype != torch.float32
+        device = self._data.device
+        self._few = FewRows(self._data, self._scale, self._bias, dtype) if supported(device, n, k) else None
         self._scratch = scratch(self._data.device)
 
     def __call__(self, x: Tensor | Activation) -> Tensor:
@@ -76,6 +79,8 @@ class RowProduct:
         q = x if isinstance(x, Activation) else self._quantised(x)
         if q.data.shape[0] == 1:
             return one_row(self._launch, q.data, q.scale, self._data, self._scale, self._bias, self._dtype)
+        if self._few is not None and self._few.serves(q.data.shape[0]):
+            return self._few(q)
         if q.data.shape[0] > FEW and self._library:
             return self._scaled_mm(q)
         return self._product(q)

@@ -1,0 +1,237 @@
+// out [M, N] = x [M, K] W^T, both e4m3, on Hopper's warpgroup instructions (sm_90a): for few rows W is read once, at the speed of memory.
+//
+// W is the left operand: a warpgroup owns 64 of its rows, and TOKENS rows of x are the columns of the product. One warp copies tiles
+// of both through tensor maps, STAGES ahead of W and X_STAGES ahead of x. Its first tiles of W are asked for before the kernel in front has
+// ended (no step writes weights), so that memory works while norms and quantising run. What lies past the last row or input arrives as zero.
+// A tile is CHUNKS panels of 128 inputs; the copies of W take BOX rows of each panel in turn, so that what is next to each other in a row
+// is asked for at nearly the same time.
+//
+// Blocks of a cluster along y (SPLIT) share the inputs and add up through shared memory, in a fixed order. Grid: (blocks of ROWS rows of
+// W, SPLIT, blocks of TOKENS rows of x).
+//
+// Macros: TOKENS (a multiple of 8 up to 256), GROUPS (warpgroups), CHUNKS, BOX, STAGES, X_STAGES (at most STAGES), SPLIT, MIN_BLOCKS (that a
+// multiprocessor must hold), OUT (0 bfloat16, 1 float16, 2 float32), BIAS (0 or 1, of the same type). The function wgmma for TOKENS is put in
+// front of this file.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+#define ROWS (64 * GROUPS)
+#define CONSUMERS (128 * GROUPS)
+#define PANEL 128                        // inputs of a panel, one swizzled row of 128 bytes
+#define DEPTH (PANEL * CHUNKS)           // inputs of a tile
+#define W_PANEL (ROWS * PANEL)
+#define X_PANEL (TOKENS * PANEL)
+#define W_BYTES (W_PANEL * CHUNKS)
+#define X_BYTES (X_PANEL * CHUNKS)
+#define PITCH (ROWS + 4)                 // floats from one token's sums to the next: no two lanes of a store share a bank
+#define SLICE (ROWS / SPLIT)             // rows of W whose sums a block of the cluster finishes
+#define QUADS (SLICE / 4)                // a thread finishes the same four rows of every STEP-th token
+#define STEP (CONSUMERS / QUADS)
+#define TURNS ((TOKENS + STEP - 1) / STEP)
+
+struct __align__(64) TensorMap {
+    u64 words[16];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
+                 :: "r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The tile at (input, row) of a matrix.
+__device__ __forceinline__ void copy(u32 to, const TensorMap& map, int input, int row, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+                 :: "r"(to), "l"(&map), "r"(input), "r"(row), "r"(barrier), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void copy(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 :: "r"(to), "l"(&map), "r"(input), "r"(row), "r"(barrier) : "memory");
+}
+
+// An operand whose rows are 128 bytes under the 128-byte swizzle, eight of them 1024 bytes.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ float4 load_remote(u32 address) {
+    float4 f;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(f.x), "=f"(f.y), "=f"(f.z), "=f"(f.w) : "r"(address) : "memory");
+    return f;
+}
+
+#if OUT == 2
+typedef float Out;
+__device__ __forceinline__ float widened(Out x) { return x; }
+__device__ __forceinline__ void store4(Out* out, float4 y) { *(float4*)out = y; }
+#else
+typedef u16 Out;
+__device__ __forceinline__ float widened(Out x) {
+#if OUT == 0
+    return __uint_as_float((u32)x << 16);
+#else
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
+    return f;
+#endif
+}
+__device__ __forceinline__ u32 narrowed(float low, float high) {
+    u32 r;
+#if OUT == 0
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#endif
+    return r;
+}
+__device__ __forceinline__ void store4(Out* out, float4 y) { *(uint2*)out = make_uint2(narrowed(y.x, y.y), narrowed(y.z, y.w)); }
+#endif
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
+    const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap inputs, const float* __restrict__ x_scale,
+    const float* __restrict__ scale, const Out* __restrict__ bias, Out* __restrict__ out, int M, int N, int K) {
+    extern __shared__ __align__(1024) u8 memory[]; // tiles of W, tiles of x; afterwards sums float [TOKENS][PITCH]
+    __shared__ __align__(8) u64 barriers[STAGES + 2 * X_STAGES];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 base = shared_address(memory), x_base = base + STAGES * W_BYTES;
+    const u32 w_full = shared_address(barriers), x_full = w_full + 8 * STAGES, consumed = x_full + 8 * X_STAGES;
+    const int total = (K + DEPTH - 1) / DEPTH, first = total * (int)blockIdx.y / SPLIT, steps = total * ((int)blockIdx.y + 1) / SPLIT - first;
+    const int row = blockIdx.x * ROWS, token = blockIdx.z * TOKENS;
+
+    asm volatile("griddepcontrol.launch_dependents;");
+    if (threadIdx.x == 0) {
+        asm volatile("prefetch.tensormap [%0];" :: "l"(&weights) : "memory");
+        asm volatile("prefetch.tensormap [%0];" :: "l"(&inputs) : "memory");
+        for (int s = 0; s < STAGES + 2 * X_STAGES; ++s)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(w_full + 8 * s), "r"(s < STAGES + X_STAGES ? 1 : 4 * GROUPS) : "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (warp == 4 * GROUPS) {
+        u64 once;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+        // Each lane copies some of the boxes of a tile of W, and lane c the panel c of x.
+        auto copy_weights = [&](int s) {
+            const u32 to = base + s % STAGES * W_BYTES, barrier = w_full + 8 * (s % STAGES);
+            if (lane == 0) expect(barrier, W_BYTES);
+            __syncwarp();
+#pragma unroll
+            for (int i = lane; i < ROWS / BOX * CHUNKS; i += 32) {
+                const int panel = i % CHUNKS, at = i / CHUNKS * BOX;
+                copy(to + panel * W_PANEL + at * PANEL, weights, (first + s) * DEPTH + panel * PANEL, row + at, barrier, once);
+            }
+        };
+        for (int s = 0; s < min(steps, STAGES); ++s) copy_weights(s);
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        for (int s = 0; s < steps; ++s) {
+            const int stage = s % X_STAGES;
+            if (s >= X_STAGES) {
+                // Tile s - X_STAGES has been multiplied: its room is free, that of x for tile s and that of W for the one STAGES after it.
+                wait(consumed + 8 * stage, (s / X_STAGES - 1) & 1);
+                if (s - X_STAGES + STAGES < steps) copy_weights(s - X_STAGES + STAGES);
+            }
+            const u32 barrier = x_full + 8 * stage;
+            if (lane == 0) expect(barrier, X_BYTES);
+            __syncwarp();
+            if (lane < CHUNKS) copy(x_base + stage * X_BYTES + lane * X_PANEL, inputs, (first + s) * DEPTH + lane * PANEL, token, barrier);
+        }
+        __syncwarp();
+    } else {
+        // What a thread needs at the end, asked for now: it arrives while tiles are multiplied.
+        const int count = min(M - token, TOKENS), quad = (SPLIT == 1 ? 0 : blockIdx.y * SLICE) + threadIdx.x % QUADS * 4, n = row + quad;
+        float4 s4 = make_float4(0.0f, 0.0f, 0.0f, 0.0f), b4 = s4;
+        if (n < N) {
+            s4 = *(const float4*)(scale + n);
+            if (BIAS) b4 = make_float4(widened(bias[n]), widened(bias[n + 1]), widened(bias[n + 2]), widened(bias[n + 3]));
+        }
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        float t[TURNS];
+#pragma unroll
+        for (int j = 0; j < TURNS; ++j) {
+            const int m = threadIdx.x / QUADS + j * STEP;
+            t[j] = m < count ? x_scale[token + m] : 0.0f;
+        }
+
+        const int group = warp / 4;
+        float c[TOKENS / 2];
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0.0f;
+        for (int s = 0; s < steps; ++s) {
+            const int w_stage = s % STAGES, x_stage = s % X_STAGES;
+            wait(w_full + 8 * w_stage, s / STAGES & 1);
+            wait(x_full + 8 * x_stage, s / X_STAGES & 1);
+            const u64 a = descriptor(base + w_stage * W_BYTES + group * 64 * PANEL), b = descriptor(x_base + x_stage * X_BYTES);
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int k = 0; k < DEPTH / 32; ++k) wgmma(c, a + k / 4 * (W_PANEL >> 4) + k % 4 * 2, b + k / 4 * (X_PANEL >> 4) + k % 4 * 2);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            // The tile before this one has been read once its products are done.
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            if (s > 0 && lane == 0) arrive(consumed + 8 * ((s - 1) % X_STAGES));
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
+        asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory"); // every warpgroup has read the last tiles
+        float* sums = (float*)memory;
+        const int r = warp * 16 + lane / 4;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) {
+            float* to = sums + (8 * j + lane % 4 * 2) * PITCH + r;
+            to[0] = c[4 * j], to[PITCH] = c[4 * j + 1], to[8] = c[4 * j + 2], to[PITCH + 8] = c[4 * j + 3];
+        }
+#if SPLIT > 1
+        cluster_arrive();
+        cluster_wait();
+#else
+        asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory");
+#endif
+#pragma unroll
+        for (int j = 0; j < TURNS; ++j) {
+            const int m = threadIdx.x / QUADS + j * STEP;
+            if (m >= count || n >= N) continue;
+            float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#if SPLIT > 1
+            const u32 from = base + (m * PITCH + quad) * 4;
+#pragma unroll
+            for (int part = 0; part < SPLIT; ++part) {
+                u32 there;
+                asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(from), "r"(part));
+                const float4 p = load_remote(there);
+                y.x += p.x, y.y += p.y, y.z += p.z, y.w += p.w;
+            }
+#else
+            y = *(const float4*)(sums + m * PITCH + quad);
+#endif
+            y.x = y.x * s4.x * t[j] + b4.x, y.y = y.y * s4.y * t[j] + b4.y, y.z = y.z * s4.z * t[j] + b4.z, y.w = y.w * s4.w * t[j] + b4.w;
+            store4(out + (size_t)(token + m) * N + n, y);
+        }
+    }
+#if SPLIT > 1
+    // No block leaves while another reads its sums. The warp that copies comes here once for both times.
+    if (warp == 4 * GROUPS) {
+        cluster_arrive();
+        cluster_wait();
+    }
+    cluster_arrive();
+    cluster_wait();
+#endif
+}

@@ -1,0 +1,154 @@
+"""y = x W^T, both e4m3, in CUDA: the launches of rows.cu, and which of its shapes serves which product.
+
+Owns compiled variants, one for each shape of a block, and the tensor maps of inputs that were seen before. Compiling happens when a
+variant is first asked for, which must be before a graph is captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from importlib.util import find_spec
+
+import torch
+from octavo.interfaces import Activation
+from torch import Tensor
+
+from octavo_quant_fp8.kernels.cuda import Function, TensorMap, compile_source, tensor_map
+
+OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+TOKENS = (8, 16, 32, 64, 128, 256)
+"""Rows of x that an instruction may take; more are more blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """tokens: rows of x that an instruction takes; groups: warpgroups of 64 outputs; chunks of 128 inputs a tile; stages and x_stages: tiles
+    of weights and of x in flight; split: blocks that divide K among them; min_blocks that a multiprocessor must hold; box: rows that one copy
+    takes."""
+
+    tokens: int
+    groups: int
+    chunks: int
+    stages: int
+    x_stages: int
+    split: int = 1
+    min_blocks: int = 1
+    box: int = 64
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def shared(self) -> int:
+        """Bytes: tiles in flight, or afterwards the sums."""
+        tiles = 128 * self.chunks * (self.stages * self.rows + self.x_stages * self.tokens)
+        return max(tiles, 4 * self.tokens * (self.rows + 4))
+
+
+@cache
+def function(shape: Shape, dtype: torch.dtype, bias: bool, device: torch.device) -> Function:
+    """The compiled kernel for results of dtype; the first call compiles."""
+    module = compile_source(source(shape.tokens), macros(shape, dtype, bias), device)
+    return Function(module, "rows", threads=128 * shape.groups + 32, cluster=shape.split, shared=shape.shared)
+
+
+def macros(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, int]:
+    """What rows.cu is compiled with."""
+    return {
+        "TOKENS": shape.tokens, "GROUPS": shape.groups, "STAGES": shape.stages, "X_STAGES": shape.x_stages, "SPLIT": shape.split,
+        "MIN_BLOCKS": shape.min_blocks, "CHUNKS": shape.chunks, "BOX": shape.box, "OUT": OUT[dtype], "BIAS": int(bias),
+    }  # fmt: skip
+
+
+def choose_shape(m: int, n: int, k: int) -> Shape | None:
+    """The block for m rows times weights [n, k]; None where another kernel is faster. From sweeps on an H200."""
+    tokens = next((t for t in TOKENS if t >= m), 0)
+    if not 1 < m <= TOKENS[-1] or k < 1024:
+        return None
+    if tokens > 64:
+        if n >= 16384 or (tokens == 256 and k < 8192):
+            return None  # enough tiles for the library, which shares them better
+        return Shape(tokens, 1, 1, 8, 4, 2)
+    if tokens <= 16:  # x is small: as far ahead as the weights
+        if n >= 16384:
+            return Shape(tokens, 2, 2, 3, 3, 1, 2, 8)
+        return Shape(tokens, 1, 4, 5, 5, 2, 1, 8) if k >= 8192 else Shape(tokens, 1, 2, 5, 5, 2, 2 if n > 4096 else 1, 8)
+    if n >= 16384:
+        return Shape(tokens, 2, 1, 5, 4, 1, 2)
+    if k >= 8192 or tokens == 64:
+        return Shape(tokens, 1, 2, 11 if tokens == 32 else 8 if k < 8192 else 10, 4 if tokens == 32 else 3, 2 if n <= 4096 else 1)
+    return Shape(tokens, 1, 1, 11, 4, 2, 2)
+
+
+def source(tokens: int) -> str:
+    """rows.cu behind the function wgmma: c [64, tokens] += a b, both in shared memory, 32 inputs."""
+    count = tokens // 2
+    listed = ", ".join(f"%{i}" for i in range(count))
+    results = ", ".join(f'"+f"(c[{i}])' for i in range(count))
+    instruction = (
+        "typedef unsigned int u32;\n"
+        f"__device__ __forceinline__ void wgmma(float (&c)[{count}], unsigned long long a, unsigned long long b) {{\n"
+        f'    asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k32.f32.e4m3.e4m3 {{{listed}}}, %{count}, %{count + 1}, 1, 1, 1;"\n'
+        f'        : {results} : "l"(a), "l"(b));\n}}\n'
+    )
+    return instruction + resources.files(__package__).joinpath("rows.cu").read_text()
+
+
+def launch(
+    call: Function, shape: Shape, weights: TensorMap, inputs: TensorMap, x_scale: Tensor, scale: Tensor, bias: Tensor | None,
+    out: Tensor, k: int,
+) -> Tensor:  # fmt: skip
+    """out [M, N] = x [M, k] W^T, times scale [N] and x_scale [M], plus bias [N] of out's dtype. The maps are of W with `shape.box` and of
+    x with `shape.tokens` rows."""
+    m, n = out.shape
+    pointers = (x_scale.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    call((-(-n // shape.rows), shape.split, -(-m // shape.tokens)), (weights, inputs), pointers, (m, n, k))
+    return out
+
+
+_inputs: dict[tuple[int, int, int, int], TensorMap] = {}
+KEPT = 4096
+"""Tensor maps of inputs that are kept: making one takes the driver several microseconds, and memory is used again and again."""
+
+
+def _input_map(x: Tensor, rows: int) -> TensorMap:
+    key = (x.data_ptr(), *x.shape, rows)
+    found = _inputs.get(key)
+    if found is None:
+        if len(_inputs) >= KEPT:
+            _inputs.clear()
+        found = _inputs[key] = tensor_map(x, rows)
+    return found
+
+
+def supported(device: torch.device, n: int, k: int) -> bool:
+    """Whether weights [n, k] can be multiplied here: warpgroup instructions, a compiler, rows that the copy engine takes."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and find_spec("cupy") is not None and n % 16 == 0 and k % 16 == 0
+
+
+class FewRows:
+    """The product of weights e4m3 [N, K], with a scale float32 [N] and perhaps a bias [N] of `dtype`, for inputs of few rows."""
+
+    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self._data, self._scale, self._bias, self._dtype = data, scale, bias, dtype
+        self._maps: dict[int, TensorMap] = {}
+
+    def serves(self, m: int) -> bool:
+        """Whether this is the fastest for m rows."""
+        return choose_shape(m, *self._data.shape) is not None
+
+    def __call__(self, q: Activation) -> Tensor:
+        """q e4m3 [M, K], dense, with a scale a row -> [M, N]."""
+        (m, k), n = q.data.shape, self._data.shape[0]
+        shape = choose_shape(m, n, k)
+        assert shape is not None, f"{m} rows of {n} x {k} are another kernel's"
+        if shape.box not in self._maps:
+            self._maps[shape.box] = tensor_map(self._data, shape.box)
+        out = torch.empty(m, n, dtype=self._dtype, device=q.data.device)
+        call = function(shape, self._dtype, self._bias is not None, q.data.device)
+        inputs = _input_map(q.data, shape.tokens)
+        return launch(call, shape, self._maps[shape.box], inputs, q.scale, self._scale, self._bias, out, k)
