@@ -17,6 +17,7 @@ import torch
 from octavo.errors import LoadError
 from octavo.model.checkpoint import safetensors_headers
 from octavo.model.loader import WeightTable, load_weights
+from octavo.model.readers import dummies
 from octavo.model.source import ModelSource, resolve_source
 from safetensors.torch import load_file, save_file
 
@@ -501,3 +502,9 @@ def test_a_load_format_that_the_files_do_not_have_is_refused(model: Path, demo_p
     refused(model, "load_format is 'gguf'", "safetensors", load_format="gguf")
     with pytest.raises(LoadError, match=r"load_format is 'safetensors'.*gguf"):
         load_weights(resolve_source("demo"), WeightTable(), "float32", load_format="safetensors")
+
+
+def test_dummies_of_64_bits_are_numbers_of_things_that_there_are() -> None:
+    """A table of experts by token id, of which random bits would name none."""
+    ((_, made),) = dummies([("layers.0.ffn.gate.tid2eid", (5, 3), "int64")], seed=0)
+    assert made.dtype == torch.int64 and made.tolist() == [[0, 1, 2]] * 5

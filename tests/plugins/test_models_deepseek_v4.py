@@ -152,6 +152,15 @@ def test_deepseeks_own_config_keys_mean_what_transformers_makes_of_them() -> Non
     assert (other.type, other.theta, other.factor, other.attention_factor) == ("yarn", 160000.0, 16.0, 1.0)
 
 
+def test_a_table_of_experts_that_names_one_too_many_is_refused(tmp_path: Path) -> None:
+    _, tensors = model_and_tensors(V4, tmp_path)
+    wrong = canonical(tensors)
+    name = next(name for name in wrong if name.endswith("tid2eid"))
+    wrong[name] = wrong[name] + 1
+    with pytest.raises(LoadError, match=r"tid2eid names experts 1 to 8, of which there are 8"):
+        bare(V4, wrong)
+
+
 @pytest.mark.parametrize("position", [1 << 17, (1 << 20) - 64])
 def test_angles_at_positions_far_out_are_exact_and_turn_back(position: int) -> None:
     """Turns are counted in float64: against numpy, to float32's last places; and no two neighbours have the same."""

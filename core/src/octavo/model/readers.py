@@ -97,13 +97,16 @@ def dummies(
     Made on `device`: a GPU draws eight billion numbers in the time that a CPU draws fifty million.
 
     Norms are near one and everything else small, so that activations stay finite; scales of
-    quantised formats are a positive constant, integers are random bits.
+    quantised formats are a positive constant. Integers are random bits, but those of 64 bits are numbers of things, such as a
+    token's experts: 0, 1, 2, ... along the last dimension.
     """
     for name, shape, dtype in declared:
         generator = torch.Generator(device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         kind: torch.dtype = getattr(torch, dtype)
         last = name.rsplit(".", 1)[-1]
-        if not kind.is_floating_point:
+        if kind is torch.int64:
+            yield name, torch.arange(shape[-1], device=device).expand(shape).contiguous()
+        elif not kind.is_floating_point:
             top = 2 if kind is torch.bool else 256
             raw = torch.randint(0, top, (*shape, max(1, kind.itemsize)), dtype=torch.uint8, generator=generator, device=device)
             yield name, raw.view(kind).reshape(shape)

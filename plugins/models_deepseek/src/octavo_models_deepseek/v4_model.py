@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from octavo.errors import LoadError
 from octavo.interfaces import ExpertsSpec, Gate, Linear, ModelParts, Step
 from octavo.model.layers import Embedding, Norm
 from octavo.model.linear import torch_device
@@ -40,13 +41,16 @@ class SharedExperts:
 
 
 class HashTable:
-    """Experts by token id: `name` [vocab, top_k], whole numbers."""
+    """Experts by token id: `name` [vocab, top_k], whole numbers below `count`."""
 
-    def __init__(self, name: str, shape: tuple[int, int], parts: ModelParts) -> None:
-        self._device = torch_device(parts.device)
+    def __init__(self, name: str, shape: tuple[int, int], count: int, parts: ModelParts) -> None:
+        self._name, self._count, self._device = name, count, torch_device(parts.device)
         parts.weights.declare(name, shape, self._fill, dtypes=("int64", "int32"))
 
     def _fill(self, tensor: Tensor) -> None:
+        low, high = (int(end) for end in tensor.aminmax())
+        if low < 0 or high >= self._count:
+            raise LoadError(f"{self._name} names experts {low} to {high}, of which there are {self._count}, from 0")
         self._table = tensor.to(self._device, torch.int32, copy=True)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ class Layer:
             Norm(f"{name}.ffn_norm", hidden, eps, parts),
         )
         gate, spec = f"{name}.ffn.gate", config.experts
-        self._table = HashTable(f"{gate}.tid2eid", (config.vocab_size, spec.top_k), parts) if layer.hashed else None
+        self._table = HashTable(f"{gate}.tid2eid", (config.vocab_size, spec.top_k), spec.count, parts) if layer.hashed else None
         router = Router(gate, hidden, spec.count, config.routing, parts, correction="" if layer.hashed else f"{gate}.bias")
         shared = SharedExperts(f"{name}.ffn.shared_experts", hidden, config.shared, spec.gate, parts)
         if config.packed:
