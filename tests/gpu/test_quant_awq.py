@@ -85,7 +85,7 @@ def test_both_kernels_at_the_shapes_of_models(inputs: int, outputs: int, kernel:
     weight = integers.weight.cuda()
     assert torch.equal(matrix.weights(0, outputs), weight.bfloat16())
     assert torch.equal(matrix.weights(37, outputs), weight[37:].bfloat16())
-    for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 1024, 1025):
+    for rows in (1, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 512, 1025, 4096, 4097):
         x = torch.randn(rows, inputs, device="cuda").bfloat16()
         right = x.double() @ weight.T
         error = float((matrix(x).double() - right).norm() / right.norm())

@@ -80,18 +80,18 @@ def tensor_map(x: Tensor, box: tuple[int, int]) -> ctypes.Array[Any]:
 class CudaFunction:
     """A function of a compiled module with fixed block size, cluster and shared memory.
 
-    threads a block; cluster: blocks along x and y that share memory; shared: bytes of dynamic shared memory; dependent:
+    threads a block; cluster: blocks along y that share memory (1: none); shared: bytes of dynamic shared memory; dependent:
     may start before the preceding kernel has ended (the kernel must wait itself)."""
 
-    def __init__(self, module: Any, name: str, *, threads: int, cluster: tuple[int, int], shared: int, dependent: bool) -> None:
+    def __init__(self, module: Any, name: str, *, threads: int, cluster: int, shared: int, dependent: bool) -> None:
         self._module = module  # keeps the code loaded
         self._function = ctypes.c_void_p(module.get_function(name).kernel.ptr)
         self._launch = _driver().cuLaunchKernelEx
         if shared > 48 << 10:
             _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared), "cuFuncSetAttribute")
         attributes = []
-        if cluster != (1, 1):
-            attributes.append(_attribute(_CLUSTER_DIMENSION, *cluster, 1))
+        if cluster > 1:
+            attributes.append(_attribute(_CLUSTER_DIMENSION, 1, cluster, 1))
         if dependent:
             attributes.append(_attribute(_PROGRAMMATIC_SERIALIZATION, 1))
         self._attributes = (_Attribute * max(1, len(attributes)))(*attributes)
@@ -109,7 +109,7 @@ class CudaFunction:
             values.insert(0, first)
         params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         config = self._config
-        config.grid[:] = (x, y or self._cluster[1], z)
+        config.grid[:] = (x, y or self._cluster, z)
         config.stream = torch.cuda.current_stream().cuda_stream
         _check(self._launch(ctypes.byref(config), self._function, params, None), "cuLaunchKernelEx")
 

@@ -1,6 +1,6 @@
 """W4A16 for few rows: the launches of w4a16.cu, and which of its shapes serves which product.
 
-Owns compiled variants, one per (token tiles, shape of a block, whether x is kept). Compiling happens when a variant is first asked for, which
+Owns compiled variants, one per (token tiles, shape of a block). Compiling happens when a variant is first asked for, which
 must be before a graph is captured.
 """
 
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file
 from octavo_quant_awq.kernels.variant import Variant
-
-KEPT_BYTES = 36 << 10
-"""Shared memory that a block may keep x in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ def choose_shape(tiles: int, rows: int, inputs: int, *, clusters: bool) -> Shape
     if tiles > 4:
         return Shape(1, 4, 2, 1, 2)
     if strips >= 4 * PROCESSORS:
-        return Shape(2, 1, 4, 1, 2, 4 if tiles <= SMALL_TILES else 3, tiles <= SMALL_TILES)
+        return Shape(2, 1, 4, 1, 1 if tiles == 1 else 2, 4 if tiles <= SMALL_TILES else 3, tiles <= SMALL_TILES)
     if tiles > SMALL_TILES:
         return Shape(2, 1, 4, 2, 2, 1 if deep else 3) if wide and clusters else Shape(2, 1, 8, 1, 2)
     cluster, count = 2 if deep else 1, strips if wide else -(-rows // 16)
@@ -72,35 +68,16 @@ def choose_shape(tiles: int, rows: int, inputs: int, *, clusters: bool) -> Shape
     return Shape(2 if wide else 1, 1, 8, cluster, 2, 2 if wide else 1, True)
 
 
-def kept_rows(m: int, shape: Shape, inputs: int) -> int:
-    """Rows of x that a block keeps in shared memory, at least m of them: 1, 2 or 4, or 0 where m rows take too much."""
-    rows = 1 << (m - 1).bit_length()
-    return rows if rows <= 4 and _kept_bytes(rows, shape, inputs) <= KEPT_BYTES else 0
-
-
-def _kept_bytes(rows: int, shape: Shape, inputs: int) -> int:
-    turns = -(-inputs // (128 * shape.warps_k * shape.cluster))
-    return rows * (turns * shape.warps_k * 256 + 16)
-
-
 @cache
-def _module(variant: Variant, tiles: int, shape: Shape, kept: bool, device: torch.device) -> Any:
+def function(variant: Variant, tiles: int, shape: Shape, device: torch.device, dependent: bool) -> CudaFunction:
+    """The compiled kernel; the first call compiles."""
     defines = variant.defines | {
         "TAIL": int(variant.tail), "TOKEN_TILES": tiles, "ROW_TILES": shape.row_tiles, "WARPS_N": shape.warps_n,
         "WARPS_K": shape.warps_k, "STAGES": shape.stages, "MIN_BLOCKS": shape.min_blocks, "SUMS": int(shape.sums),
-        "X_SHARED": int(kept),
     }  # fmt: skip
-    return compile_file("w4a16.cu", defines, device)
-
-
-@cache
-def function(
-    variant: Variant, tiles: int, shape: Shape, kept: int, inputs: int, device: torch.device, dependent: bool
-) -> CudaFunction:
-    """The kernel for tiles of eight tokens and a matrix of `inputs`; kept: of `kept_rows`. The first call compiles."""
-    module = _module(variant, tiles, shape, kept > 0, device)
-    shared = 4 * shape.warps_k * 8 * tiles * (shape.rows + 4) + (_kept_bytes(kept, shape, inputs) if kept else 0)
-    return CudaFunction(module, "w4a16", threads=shape.threads, cluster=(1, shape.cluster), shared=shared, dependent=dependent)
+    module = compile_file("w4a16.cu", defines, device)
+    shared = 4 * shape.warps_k * 8 * tiles * (shape.rows + 4)
+    return CudaFunction(module, "w4a16", threads=shape.threads, cluster=shape.cluster, shared=shared, dependent=dependent)
 
 
 def launch(

@@ -17,7 +17,7 @@ _THREADS = 256
 def function(variant: Variant, device: torch.device) -> CudaFunction:
     """The compiled kernel; the first call compiles."""
     module = compile_file("dequantise.cu", variant.defines, device)
-    return CudaFunction(module, "dequantise", threads=_THREADS, cluster=(1, 1), shared=0, dependent=False)
+    return CudaFunction(module, "dequantise", threads=_THREADS, cluster=1, shared=0, dependent=False)
 
 
 def dequantise(

@@ -1,8 +1,8 @@
 """Rows of a step up to which each kernel serves, as measured on an H200 (benchmarks/RESULTS.md). Imports nothing."""
 
-NARROW_ROWS = 8
+NARROW_ROWS = 4
 """w4a16.cu, on Hopper; more rows are warpgroup.cu's."""
-WARPGROUP_ROWS = 1024
+WARPGROUP_ROWS = 4096
 """warpgroup.cu; with more rows, weights are made 16 bits wide and cuBLAS multiplies."""
 OTHER_ROWS = 64
 """w4a16.cu on other GPUs, and the Triton kernel anywhere; more rows are dequantised."""

@@ -35,9 +35,9 @@ class CudaProduct:
         self._hopper = torch.cuda.get_device_capability(words.device)[0] == 9
         self.limit = WARPGROUP_ROWS if self._hopper else OTHER_ROWS
         self._narrow = NARROW_ROWS if self._hopper else OTHER_ROWS
-        jobs: list[Callable[[], Any]] = [lambda m=m: self._narrow_call(m) for m in (1, 2, 4, 8, 16, 32, 64) if m <= self._narrow]
+        jobs: list[Callable[[], Any]] = [lambda m=m: self._narrow_call(m) for m in (8, 16, 32, 64) if m <= max(8, self._narrow)]
         if self._hopper:
-            shapes = {warpgroup_gemm.choose_shape(m, rows, inputs) for m in range(NARROW_ROWS + 1, WARPGROUP_ROWS + 1)}
+            shapes = warpgroup_gemm.shapes(rows, inputs, NARROW_ROWS + 1, WARPGROUP_ROWS)
             jobs += [lambda shape=shape: warpgroup_gemm.function(self._variant, shape, self._device) for shape in shapes]
         jobs.append(lambda: library.function(self._variant, self._device))
         with ThreadPoolExecutor(len(jobs)) as pool:  # compiling leaves the interpreter to others
@@ -50,9 +50,7 @@ class CudaProduct:
     def _narrow_call(self, m: int) -> Any:
         tiles = cuda_gemm.token_tiles(m)
         shape = cuda_gemm.choose_shape(tiles, self._rows, self._inputs, clusters=self._hopper)
-        kept = cuda_gemm.kept_rows(m, shape, self._inputs)
-        call = cuda_gemm.function(self._variant, tiles, shape, kept, self._inputs, self._device, self._hopper)
-        return call, shape, tiles
+        return cuda_gemm.function(self._variant, tiles, shape, self._device, self._hopper), shape, tiles
 
     def _warpgroup(self, m: int) -> Any:
         shape = warpgroup_gemm.choose_shape(m, self._rows, self._inputs)

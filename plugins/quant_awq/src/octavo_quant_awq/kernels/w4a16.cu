@@ -12,8 +12,7 @@
 //
 // Macros: BF16 (x, out and bias; else float16), SCALE_BF16, ZEROS (else every zero point is 8), SUB (groups in a block: 1, 2,
 // 4), TOKEN_TILES (of 8), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K,
-// STAGES (blocks of weights in flight, a warp), X_SHARED (x is read once, into shared
-// memory; TOKEN_TILES is 1), SUMS (subtract offset and zero point from the products, by sums of x that the tensor
+// STAGES (blocks of weights in flight, a warp), SUMS (subtract offset and zero point from the products, by sums of x that the tensor
 // cores make as well, instead of from every weight), MIN_BLOCKS (blocks of this kernel that a multiprocessor must hold), TAIL (K is no multiple of 128).
 
 #define THREADS (32 * WARPS_N * WARPS_K)
@@ -84,18 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
         }
     };
 
-    // A lane's inputs of a step of 32 are pairs at 8 p + 2 t, p of 0 to 3. X_SHARED: all of x that the block needs lies in shared memory, its
-    // blocks of inputs in the order of `local`; else lanes read it where it is.
-#if X_SHARED
-    const int pitch = (blocks + stride - 1) / stride * WARPS_K * 256 + 16; // bytes of a token: a row of ldmatrix, and the next in other banks
-    u16* const kept = (u16*)(sums + WARPS_K * SLICE);
-    const u32 mine = (u32)__cvta_generic_to_shared(kept) + min(lane % 8, M - 1) * pitch + lane / 8 * 16;
-    auto load_step = [&](uint4 (&v)[TOKEN_TILES], int block, int i) {
-        const int local = block / stride * WARPS_K + warp_k;
-#pragma unroll
-        for (int j = 0; j < TOKEN_TILES; j++) v[j] = ldmatrix(mine + local * 256 + i * 64);
-    };
-#else
+    // A lane's inputs of a step of 32 are pairs at 8 p + 2 t, p of 0 to 3.
     const u16* from[TOKEN_TILES];
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
@@ -114,7 +102,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
             v[j] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
         }
     };
-#endif
     uint4 v[2][TOKEN_TILES]; // x for this step of 32 inputs, and for the next
 
     u32 magic = MAGIC, one[4] = {ONES, ONES, ONES, ONES};
@@ -183,16 +170,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) w4a16(
     for (int d = 0; d < STAGES; d++)
         if (first + d * stride < blocks) load(stage[d], first + d * stride);
     wait_for_previous(); // weights are written by no step; x is, by the kernel before
-#if X_SHARED
-    for (int e = threadIdx.x; e < M * (pitch / 16 - 1); e += THREADS) {
-        const int token = e / (pitch / 16 - 1), chunk = e % (pitch / 16 - 1), local = chunk / 16;
-        const int k = (local / WARPS_K * stride + blockIdx.y * WARPS_K + local % WARPS_K) * 128 + chunk % 16 * 8;
-        uint4 eight = make_uint4(0, 0, 0, 0);
-        if (k < K) asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(eight.x), "=r"(eight.y), "=r"(eight.z), "=r"(eight.w) : "l"(x + (size_t)token * x_stride + k));
-        *(uint4*)((u8*)kept + token * pitch + chunk * 16) = eight;
-    }
-    __syncthreads();
-#endif
     if (first < blocks) load_step(v[0], first, 0);
     for (int block = first; block < blocks; block += STAGES * stride) {
 #pragma unroll

@@ -7,15 +7,14 @@
 //
 // One thread keeps a ring of STAGES blocks of 128 inputs full: words, scales and zero points by bulk copies, which start before the kernel that makes
 // x has ended, and x by tensor copies, two tiles [TOKENS][64] with the swizzle that the instruction reads, zeros past the last token and input.
-// SHARE blocks that lie side by side along rows read the same x: each copies its part to all of them.
 // gridDim.y blocks of a cluster share K and add up through shared memory, in a fixed order.
 //
-// blockIdx.x counts blocks along rows by SHARE, then blocks of tokens, then the rest of the rows: blocks that need the same weights run together.
+// blockIdx.x counts blocks of tokens, then of rows: blocks that need the same weights run together.
 //
-// Macros besides those of common.cuh: TOKENS (a multiple of 8 up to 256), TILES (of 64 rows, a warpgroup), GROUPS (warpgroups), STAGES, SHARE (1 or 2), EXACT,
+// Macros besides those of common.cuh: TOKENS (a multiple of 8 up to 256), TILES (of 64 rows, a warpgroup), GROUPS (warpgroups), STAGES, EXACT,
 // SLOTS (left operands in registers, of 32 inputs each), UNITS (blocks of
-// inputs that are multiplied before their sums are scaled), PUSH (sums go straight to the block that adds them up; SHARE is 1), MIN_BLOCKS (blocks of this kernel that a multiprocessor must hold), REGISTERS (of a thread that multiplies, taken from those that copy; 0: all have the same).
-// The functions wgmma(acc, a, descriptor) and wgmma_new, which overwrites acc, for TOKENS are put in front of this file.
+// inputs that are multiplied before their sums are scaled), PUSH (sums go straight to the block that adds them up), MIN_BLOCKS (blocks of this kernel that a multiprocessor must hold), REGISTERS (of a thread that multiplies, taken from those that copy; 0: all have the same).
+// The functions wgmma(acc, a, operand) and wgmma_new, which overwrites acc, for TOKENS are put in front of this file.
 
 #define ROWS (64 * TILES * GROUPS)
 #define CONSUMERS (128 * GROUPS)
@@ -52,23 +51,13 @@ __device__ __forceinline__ u32 twice(u32 bits) {
 #endif
 }
 
-// 64 inputs of TOKENS tokens to the blocks of `mask` in this cluster, at the same place in each, counted by the same barrier of each.
-__device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int token, u32 barrier, u16 mask) {
-#if SHARE > 1
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-                 :: "r"(to), "l"(map), "r"(k), "r"(token), "r"(barrier), "h"(mask) : "memory");
-#else
+// 64 inputs of TOKENS tokens.
+__device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int token, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  :: "r"(to), "l"(map), "r"(k), "r"(token), "r"(barrier) : "memory");
-#endif
 }
 
-// Arrives at the barrier that block `rank` of the cluster has at this address.
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}"
-                 :: "r"(barrier), "r"(rank) : "memory");
-}
-
+// For what other blocks of the cluster have pushed.
 __device__ __forceinline__ void wait_cluster(u32 barrier, u32 parity) {
     asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
                  :: "r"(barrier), "r"(parity) : "memory");
@@ -80,8 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
     extern __shared__ __align__(1024) unsigned char memory[]; // the ring; afterwards sums float [TOKENS][PITCH]
     __shared__ __align__(8) u64 barriers[2 * STAGES + 1];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int token_blocks = (M + TOKENS - 1) / TOKENS, share = blockIdx.x % SHARE, other = blockIdx.x / SHARE;
-    const int strip = other / token_blocks * SHARE + share, token0 = other % token_blocks * TOKENS;
+    const int token_blocks = (M + TOKENS - 1) / TOKENS, strip = blockIdx.x / token_blocks, token0 = blockIdx.x % token_blocks * TOKENS;
     const int tiles = (N + 15) / 16, tile0 = strip * (ROWS / 16), blocks = (K + 127) / 128;
     const int peers = gridDim.y, rank = blockIdx.y, count = rank < blocks ? (blocks - rank + peers - 1) / peers : 0;
     const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES;
@@ -89,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
 
     launch_dependents();
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, SHARE * 4 * GROUPS);
+        for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, 4 * GROUPS);
         barriers_ready();
     }
 #if PUSH
@@ -104,10 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
     __syncwarp();
     if (peers > 1) cluster_arrive();
 #endif
-    if (SHARE > 1)
-        cluster_sync(); // copies of others may come from here on
-    else
-        __syncthreads();
+    __syncthreads();
 
 #if !PUSH
     float* sums = (float*)memory;
@@ -117,13 +102,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
 #endif
         if (threadIdx.x == CONSUMERS) {
+            asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
             const u64 policy = evict_first();
-            const int valid = max(0, min(ROWS / 16, tiles - tile0)); // rows past the last tile keep whatever lies there: they are not written
+            const int valid = min(ROWS / 16, tiles - tile0); // rows past the last tile keep whatever lies there: they are not written
             auto copy_weights = [&](int i, int s) {
                 const int block = rank + i * peers;
                 const u32 to = base + s * STAGE_BYTES, barrier = full + 8 * s;
                 arrive_expect(barrier, 2 * X_TILE + valid * (1024 + SUB * (32 + 16 * ZEROS)));
-                if (!valid) return;
                 bulk_copy(to + WORDS_AT, words + ((size_t)block * tiles + tile0) * 64, valid * 1024, barrier, policy);
 #pragma unroll
                 for (int u = 0; u < SUB; u++) {
@@ -138,19 +123,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
                 const int k = (rank + i * peers) * 128;
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    if (SHARE == 1 || half == share)
-                        copy_x(base + s * STAGE_BYTES + half * X_TILE, &map, k + 64 * half, token0, full + 8 * s, (u16)(3 << SHARE * rank));
+                    copy_x(base + s * STAGE_BYTES + half * X_TILE, &map, k + 64 * half, token0, full + 8 * s);
             };
             const int ahead = min(count, STAGES);
+#pragma unroll 1
             for (int i = 0; i < ahead; i++) copy_weights(i, i);
             wait_for_previous(); // weights are written by no step; x is, by the kernel before
+#pragma unroll 1
             for (int i = 0; i < ahead; i++) copy_tokens(i, i);
             int s = 0, parity = 0;
+#pragma unroll 1
             for (int i = STAGES; i < count; i++) {
-                if (SHARE > 1)
-                    wait_cluster(empty + 8 * s, parity);
-                else
-                    wait(empty + 8 * s, parity);
+                wait(empty + 8 * s, parity);
                 copy_weights(i, s), copy_tokens(i, s);
                 if (++s == STAGES) s = 0, parity ^= 1;
             }
@@ -162,11 +146,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
         const int tile = warp / 4 * 4 * TILES + warp % 4; // of 16 rows: this warp's in the first of its warpgroup's TILES of 64
         float acc[TILES][TOKENS / 2] = {};
         u32 a[SLOTS][TILES][8]; // left operands of as many steps of 32 inputs, the last of them being multiplied
-        // This lane's words and scales of a stage, and the right operand's descriptor: its upper half says 128-byte swizzle and 1024 bytes between eight rows.
+        // This lane's words, scales and zero points of a stage.
         u32 magic = MAGIC, words_at = base + WORDS_AT + (tile * 64 + lane) * 16, scales_at = base + SCALES_AT + (tile * 8 + g) * 4;
-        u32 zeros_at = base + ZEROS_AT + (tile * 8 + g) * 2, x_at = base >> 4 | 1 << 16, barrier = full;
-        asm volatile("" : "+r"(magic), "+r"(words_at), "+r"(scales_at), "+r"(zeros_at), "+r"(x_at), "+r"(barrier)); // in registers once, not at each use
-        const u64 layout = (u64)(1u << 30 | 64) << 32;
+        u32 zeros_at = base + ZEROS_AT + (tile * 8 + g) * 2, barrier = full;
+        asm volatile("" : "+r"(magic), "+r"(words_at), "+r"(scales_at), "+r"(zeros_at), "+r"(barrier)); // in registers once, not at each use
 #if PUSH
         // Sums of sixteen rows, as the instruction leaves them, to out.
         auto write = [&](int at, const float (&sum)[TOKENS / 2]) {
@@ -180,13 +163,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
         };
 #endif
         auto release = [&](int stage) {
-            if (lane >= SHARE) return;
-            if (SHARE > 1)
-                arrive_at(barrier + 8 * (STAGES + stage), SHARE * rank + lane);
-            else
-                arrive(barrier + 8 * (STAGES + stage));
+            if (lane == 0) arrive(barrier + 8 * (STAGES + stage));
         };
         int s = 0, parity = 0;
+        auto advance = [&] {
+            if (++s == STAGES) s = 0, parity ^= 1;
+        };
         // A block of 128 inputs: its products to sums[0], or EXACT those of group u to sums[u]. before: the stage that is free once the first step is under way, or -1.
         auto issue = [&](float (*sums)[TILES][TOKENS / 2], int before) {
             wait(barrier + 8 * s, parity);
@@ -227,16 +209,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
                             a[slot][r][p / 2 * 4 + p % 2 * 2 + h] = EXACT ? centred : fma2(centred, scale[r][h], MINUS_ZERO);
                         }
                     }
-                const u64 descriptor = layout | (x_at + (s * STAGE_BYTES + step / 2 * X_TILE + step % 2 * 64) / 16);
+                const u32 operand = (base + s * STAGE_BYTES + step / 2 * X_TILE + step % 2 * 64) / 16 | 1 << 16; // lower half of its descriptor
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                 for (int r = 0; r < TILES; r++) {
                     const u32* b = a[slot][r];
                     if (EXACT && step % STEPS == 0)
-                        wgmma_new(sums[to][r], b[0], b[1], b[2], b[3], descriptor);
+                        wgmma_new(sums[to][r], b[0], b[1], b[2], b[3], operand);
                     else
-                        wgmma(sums[to][r], b[0], b[1], b[2], b[3], descriptor);
-                    wgmma(sums[to][r], b[4], b[5], b[6], b[7], descriptor + 2);
+                        wgmma(sums[to][r], b[0], b[1], b[2], b[3], operand);
+                    wgmma(sums[to][r], b[4], b[5], b[6], b[7], operand + 2);
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 wgmma_wait<SLOTS - 1>(); // what reads the next slot is done
@@ -253,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
             for (int n = 0; n < units.value; n++) {
                 at[n] = s;
                 issue(part + n * SUB, -1);
-                if (++s == STAGES) s = 0, parity ^= 1;
+                advance();
             }
 #pragma unroll
             for (int q = 0; q < parts; q++) {
@@ -279,9 +261,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
         for (; i + units <= count; i += units) round(Number<units>());
         for (; i < count; i++) round(Number<1>());
 #else
-        for (int i = 0; i < count; i++) {
-            issue(&acc, i ? (s ? s : STAGES) - 1 : -1);
-            if (++s == STAGES) s = 0, parity ^= 1;
+        for (int i = 0, before = -1; i < count; i++) {
+            issue(&acc, before);
+            before = s;
+            advance();
         }
         wgmma_wait<0>();
 #pragma unroll
@@ -340,11 +323,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
         float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 4
         for (int peer = 0; peer < peers; peer++) {
-            const float4 v = load_peer(base + 4 * (token * PITCH + row), SHARE * peer + share);
+            const float4 v = load_peer(base + 4 * (token * PITCH + row), peer);
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         store_4(out + (size_t)(token0 + token) * N + n, bias, n, N, sum);
     }
-    if (SHARE * peers > 1) cluster_end(); // a block's shared memory must outlive its peers' reads and arrivals
+    if (peers > 1) cluster_end(); // a block's shared memory must outlive its peers' reads
 #endif
 }

@@ -23,7 +23,7 @@ PROCESSORS = 132
 class WarpgroupShape:
     """tokens: rows of x a block; tiles: of 64 outputs, a warpgroup; groups: warpgroups; stages: blocks of 128 inputs in
     flight; cluster: blocks that share K; exact: products of a group are scaled in float32, instead of weights in 16 bits; min_blocks that a
-    multiprocessor must hold; share: blocks side by side that copy x together; push: sums go straight to the block that adds them
+    multiprocessor must hold; push: sums go straight to the block that adds them
     up; slots of left operands, of 32 inputs each, in registers; registers of a thread that multiplies, taken
     from those that copy (0: all have the same)."""
 
@@ -34,7 +34,6 @@ class WarpgroupShape:
     cluster: int
     exact: bool
     min_blocks: int = 1
-    share: int = 1
     push: bool = False
     slots: int = 2
     units: int = 2
@@ -52,40 +51,55 @@ class WarpgroupShape:
     def compiled(self) -> tuple[tuple[str, int], ...]:
         """The macros."""
         return (
-            ("TOKENS", self.tokens), ("TILES", self.tiles), ("GROUPS", self.groups), ("STAGES", self.stages), ("SHARE", self.share),
+            ("TOKENS", self.tokens), ("TILES", self.tiles), ("GROUPS", self.groups), ("STAGES", self.stages),
             ("EXACT", int(self.exact)), ("SLOTS", self.slots), ("UNITS", self.units), ("PUSH", int(self.push)), ("MIN_BLOCKS", self.min_blocks), ("REGISTERS", self.registers),
         )  # fmt: skip
 
     def shared(self, variant: Variant) -> int:
         """Bytes: the ring, or afterwards the sums."""
         ring = self.stages * stage_bytes(self.rows, self.tokens, variant, align=1024)
-        if self.push:
-            return ring + 64 * self.tokens * (self.rows // 16 + 7)  # whatever the cluster: the limit is the function's
+        if (
+            self.push
+        ):  # what blocks of a cluster of 8 send each other: the limit on memory is the function's, whatever the cluster
+            return ring + 64 * self.tokens * (self.rows // 16 + 7)
         return max(ring, 4 * self.tokens * (self.rows + 4))
 
 
 def choose_shape(m: int, rows: int, inputs: int) -> WarpgroupShape:
     """The shape for m rows of x times a matrix [rows, inputs]: K is divided among blocks where there are few."""
-    blocks, strips = -(-inputs // 128), -(-rows // 128)
+    strips = -(-rows // 128)
     if m > 64:
         return _many(m, strips)
-    wide = strips > PROCESSORS
-    if m > 32:
-        shape = WarpgroupShape(64, 2, 2, 3, 1, False, push=True) if wide else WarpgroupShape(64, 1, 2, 4, 1, False, 2)
-    elif m > 16:
-        shape = (
-            WarpgroupShape(32, 2, 2, 4, 1, True, push=True, slots=4, units=1)
-            if wide
-            else WarpgroupShape(32, 1, 1, 5, 1, True, 3, push=True, slots=4, units=1)
-        )
-    elif wide:
-        shape = WarpgroupShape(16, 1, 4, 4, 1, True, push=True, slots=4)
-    else:
-        shape = WarpgroupShape(16, 1, 2, 5, 1, True, 2, push=True, slots=4)
-    most, cluster = 2 * PROCESSORS if m <= 32 or blocks >= 64 else 3 * PROCESSORS // 2, 1
-    while not wide and cluster < 8 and 2 * cluster * -(-rows // shape.rows) <= most and 4 * cluster <= blocks:
+    tokens = max(8, 1 << (m - 1).bit_length())
+    if strips > PROCESSORS:
+        return _wide(tokens)
+    shape, most = _deep(tokens, inputs)
+    cluster = 1
+    while cluster < 8 and 2 * cluster * -(-rows // shape.rows) <= most and 512 * cluster <= inputs:
         cluster *= 2
     return replace(shape, cluster=cluster)
+
+
+def shapes(rows: int, inputs: int, first: int, last: int) -> set[WarpgroupShape]:
+    """All that `choose_shape` gives for `first` to `last` rows."""
+    ends = {m for m in (8, 16, 32, 64, *range(128, last + 128, 128)) if m >= first}
+    return {choose_shape(min(m, last), rows, inputs) for m in ends}
+
+
+def _wide(tokens: int) -> WarpgroupShape:
+    """Up to 64 rows, and outputs enough for all multiprocessors."""
+    if tokens <= 16:
+        return WarpgroupShape(tokens, 1, 7, 4, 2, True, push=True, units=1)
+    if tokens == 32:
+        return WarpgroupShape(32, 1, 4, 4, 1, True, push=True, units=1)
+    return WarpgroupShape(64, 2, 2, 3, 1, False, push=True)
+
+
+def _deep(tokens: int, inputs: int) -> tuple[WarpgroupShape, float]:
+    """Up to 64 rows, and fewer outputs: the shape of a block, and how many blocks there may be when K is divided."""
+    if tokens <= 32:
+        return WarpgroupShape(tokens, 1, 1, 5, 1, True, 3, push=True, slots=4, units=1), 2 * PROCESSORS
+    return WarpgroupShape(64, 1, 2, 4, 1, False, 2), (2 if inputs >= 8192 else 1.5) * PROCESSORS
 
 
 def _many(m: int, strips: int) -> WarpgroupShape:
@@ -94,7 +108,7 @@ def _many(m: int, strips: int) -> WarpgroupShape:
     small, large = strips * -(-m // 128), strips * -(-m // 256)
     if m <= 128 and strips > PROCESSORS:
         return WarpgroupShape(128, 2, 2, 4, 1, False, registers=232)
-    if m > 128 and large >= PROCESSORS * 7 // 8 and 12 * -(-large // PROCESSORS) <= 7 * -(-small // PROCESSORS):
+    if m > 128 and large >= PROCESSORS * 2 // 3 and 12 * -(-large // PROCESSORS) <= 7 * -(-small // PROCESSORS):
         return WarpgroupShape(256, 1, 2, 3, 1, False, registers=232)
     return WarpgroupShape(128, 1, 2, 5, 2 if 2 * small <= PROCESSORS else 1, False)
 
@@ -114,14 +128,15 @@ def function(variant: Variant, shape: WarpgroupShape, device: torch.device) -> C
         module,
         "warpgroup",
         threads=shape.threads,
-        cluster=(shape.share, shape.cluster),
+        cluster=shape.cluster,
         shared=shape.shared(variant),
         dependent=True,
     )
 
 
 def _instruction(tokens: int, bf16: bool) -> str:
-    """The functions wgmma: c [64, tokens] += a b, a in registers, b in shared memory; and wgmma_new: c = a b."""
+    """The functions wgmma: c [64, tokens] += a b, a in registers, b in shared memory; and wgmma_new: c = a b. The upper half
+    of b's descriptor says 128-byte swizzle, and 1024 bytes between eight rows."""
     count, kind = tokens // 2, "bf16" if bf16 else "f16"
     listed = ", ".join(f"%{i}" for i in range(count))
     a, b = ", ".join(f"%{count + i}" for i in range(4)), f"%{count + 4}"
@@ -129,10 +144,11 @@ def _instruction(tokens: int, bf16: bool) -> str:
     for name, constraint, add in (("wgmma", "+f", 1), ("wgmma_new", "=f", 0)):
         results = ", ".join(f'"{constraint}"(c[{i}])' for i in range(count))
         text += (
-            f"__device__ __forceinline__ void {name}(float (&c)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{\n"
-            f'    asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} '
-            f'{{{listed}}}, {{{a}}}, {b}, {add}, 1, 1, 0;"\n'
-            f'        : {results} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));\n}}\n'
+            f"__device__ __forceinline__ void {name}(float (&c)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {{\n"
+            f'    asm volatile("{{\\n.reg .b64 d;\\nmov.b64 d, {{{b}, {1 << 30 | 64}}};\\n'
+            f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} "
+            f'{{{listed}}}, {{{a}}}, d, {add}, 1, 1, 0;\\n}}"\n'
+            f'        : {results} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b));\n}}\n'
         )
     return text
 
@@ -145,6 +161,5 @@ def launch(
     (m, k), n = x.shape, out.shape[1]
     pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0,
                 bias.data_ptr() if bias is not None else 0, out.data_ptr())  # fmt: skip
-    strips = -(-n // (shape.rows * shape.share)) * shape.share
-    call(strips * -(-m // shape.tokens), 1, pointers, (m, n, k, group_step), first=tensor_map(x, (64, shape.tokens)))
+    call(-(-n // shape.rows) * -(-m // shape.tokens), 1, pointers, (m, n, k, group_step), first=tensor_map(x, (64, shape.tokens)))
     return out
