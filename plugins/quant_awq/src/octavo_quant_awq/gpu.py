@@ -1,6 +1,6 @@
-"""4-bit matrices on a GPU: a kernel of our own for few rows; for many, 16-bit weights made once a call, and cuBLAS.
+"""4-bit matrices on a GPU: kernels that read the 4 bits; for very many rows, 16-bit weights made once a call, and cuBLAS.
 
-Owns which of the two takes a step, and the tensors that kernels read. `break_even` was measured (benchmarks/RESULTS.md).
+Owns which of the two takes a step, and the tensors that kernels read. The border was measured (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
