@@ -78,6 +78,7 @@ def test_on_a_gpu_it_decodes_in_every_size_and_computes_prompts_beside_rows(tiny
         await warm_up(llm, on_progress=lambda progress: told.append((progress.done, progress.total)))
         assert {*WARM_ROWS} <= rows
         assert any(tokens > running > 8 for tokens, running in prompts)  # eight rows decode beside a prompt
+        assert max(running for tokens, running in prompts if tokens > 256) > 10  # and beside several prompts at once
         assert told == [(i, len(told)) for i in range(len(told))]
 
     served(tiny, body, warm=False, max_num_seqs=64, num_gpu_blocks_override=800)

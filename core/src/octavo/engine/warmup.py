@@ -8,6 +8,7 @@ prefix that should be found there is another thing: AsyncLLM.warm.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import cast
@@ -30,6 +31,8 @@ SHARED_ROWS, SHARED_TOKENS = 16, 2048
 """From how many rows on a size is also run with a shared prefix, of how many tokens."""
 PROMPT_LENGTHS = (1, 16, 100, 200, 300, 1024, 4096)
 """Prompts that are computed beside decoding rows. The shortest run from captured graphs (octavo.engine.rows)."""
+BURSTS = ((12, 40), (6, 100))
+"""Prompts that arrive together, so many of so many tokens: a step that holds more than any captured graph, in short pieces."""
 PROMPT_ENDS = (20, 100, 200)
 """Ends of prompts that begin with the shared prefix: they too have graphs of their own."""
 
@@ -89,8 +92,21 @@ async def _prompts_beside_rows(llm: AsyncLLM) -> None:
             for salt, length in enumerate(PROMPT_LENGTHS):
                 async for _ in _run(llm, _ids(llm, length, salt + 1), _PLAIN):
                     pass
+            for head in ([], _ids(llm, SHARED_TOKENS)):
+                for count, length in BURSTS:
+                    await _together(llm, [[*head, *_ids(llm, length, 100 * length + i)] for i in range(count)])
     finally:
         await rows.aclose()
+
+
+async def _together(llm: AsyncLLM, prompts: list[list[int]]) -> None:
+    async def one(prompt: list[int]) -> None:
+        with contextlib.suppress(AdmissionRefused):
+            async for _ in _run(llm, prompt, _PLAIN):
+                pass
+
+    fitting = [prompt for prompt in prompts if len(prompt) + WARM_TOKENS <= llm.info.max_model_len]
+    await asyncio.gather(*map(one, fitting))
 
 
 def _run(llm: AsyncLLM, ids: list[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
