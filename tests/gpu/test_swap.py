@@ -20,7 +20,8 @@ from octavo.request import FROM_HOST, MOVE, TO_HOST  # noqa: E402
 from octavo.testing.attention import AttentionTarget  # noqa: E402
 from octavo.testing.paged import Shape  # noqa: E402
 
-from tests.engine.harness import Engine, Outcomes, alone, make_engine, request, run, step  # noqa: E402
+from tests.engine.harness import Outcomes, make_engine, request, run, step  # noqa: E402
+from tests.gpu.greedy import check_tokens  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -163,19 +164,6 @@ def test_what_a_kernel_reads_after_a_swap_is_what_it_had_written(backend: str, k
 
 BACKENDS = {"torch": "float32", "triton": "float32", "cupy": "float16"}
 """And the dtype in which an engine is tried on each."""
-
-
-def check_tokens(engine: Engine, ask: dict[str, Any], tokens: list[int], dtype: str) -> None:
-    """`tokens` are the greedy answer of `engine`, which has room. In float32 to the letter. In 16 bits two orders of a sum may
-    disagree on which of two tokens is best: there each token must be within rounding of the best after those before it."""
-    if dtype == "float32":
-        assert tokens == alone(engine, request(engine, "a", **ask))["a", 0].tokens
-        return
-    whole = ask | {"prompt": ask["prompt"] + tokens, "max_tokens": 1, "prompt_logprobs": 1}
-    given = alone(engine, request(engine, "a", **whole))["a", 0].events[0].prompt_logprobs
-    assert given is not None and len(tokens) == ask["max_tokens"]
-    for at, entry in enumerate(given[len(ask["prompt"]) :]):
-        assert entry is not None and entry.top_logprobs[0] - entry.logprob < 0.1, f"token {at} is not the best, by far: {entry}"
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])

@@ -55,7 +55,7 @@ class CupyAttention:
         binder = Binder(
             self.device, self.capability, self.dtype_name, limits, self.options.cache_dir, self.options.prefill == "portable"
         )
-        self._groups, self._sms = list(groups), binder.sms
+        self._groups, self._sms, self._max_rows = list(groups), binder.sms, limits.max_num_seqs
         for bound in groups:
             geometry = PageGeometry.of(bound.group.spec, bound.group.block_size)
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
@@ -123,9 +123,12 @@ class CupyAttention:
         return host.to(self.device, non_blocking=True)
 
     def plan(self, step: Step) -> None:
-        """Device work once a step: one work map for each kind of layer. Depends on the step's tensors only."""
+        """Device work once a step: one work map for each kind of layer. Depends on the step's tensors only. Raises ValueError if there
+        are more rows than work maps were made for."""
         self._settled = False
         rows = step.seq_lens.shape[0]
+        if rows > self._max_rows:
+            raise ValueError(f"a step of {rows} rows: the backend was bound for {self._max_rows} (max_num_seqs)")
         for work in self._works:
             args = work.args
             if (rows * args.heads >= work.crowd) not in work.regimes:

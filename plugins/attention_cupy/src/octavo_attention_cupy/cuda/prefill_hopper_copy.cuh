@@ -187,18 +187,21 @@ DEVICE void copy_keys_and_values(const PrefillArgs& a, Shared& shared) {
     }
 }
 
-// Eight values of a row of bfloat16 queries as float16, by one lane of those that have the row; where they belong, and the row's scale.
-DEVICE void copy_scaled(uint4 x, u32 place, float score_scale, float& scale) {
-    u32 y[4] = {x.x, x.y, x.z, x.w};
+// Eight bfloat16 values of a row of queries to float16, in place, by one of the lanes that have the row, and what the row's scores are
+// then multiplied by: the row is divided by its largest value, so that it cannot overflow.
+DEVICE void scale_octet(u32 place, float score_scale, float& scale) {
+    u32 x[4];
+    load_16_bytes(x, place);
     float size = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) size = fmaxf(size, fmaxf(fabsf(to_float<true>(y[i])), fabsf(to_float<true>(y[i] >> 16))));
+    for (int i = 0; i < 4; ++i) size = fmaxf(size, fmaxf(fabsf(to_float<true>(x[i])), fabsf(to_float<true>(x[i] >> 16))));
 #pragma unroll
     for (int step = 1; step < K_DIM / 8; step *= 2) size = fmaxf(size, __shfl_xor_sync(~0u, size, step));
-    size = size > 0 ? size : 1.0f;
+    size = fmaxf(size, 1e-37f);  // a row of zeros, or of values whose inverse is infinite
+    float inverse = 1.0f / size;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = pack_f16(to_float<true>(y[i]) / size, to_float<true>(y[i] >> 16) / size);
-    store_16_bytes(place, y[0], y[1], y[2], y[3]);
+    for (int i = 0; i < 4; ++i) x[i] = pack_f16(to_float<true>(x[i]) * inverse, to_float<true>(x[i] >> 16) * inverse);
+    store_16_bytes(place, x[0], x[1], x[2], x[3]);
     if (threadIdx.x % (K_DIM / 8) == 0) scale = score_scale * size;
 }
 
@@ -210,21 +213,20 @@ DEVICE void copy_queries(const PrefillArgs& a, Shared& shared) {
     for (int index = blockIdx.x; item_at(a, index, item); index += gridDim.x, turn.next()) {
         barrier_wait(shared_address(&shared.q_empty[turn.place]), turn.parity ^ 1);
         u32 to = shared_address(shared.q[turn.place]);
-        for (int i = threadIdx.x - 32; i < ROWS * CHUNKS; i += LOADERS) {  // whole warps, in each of them whole rows
+        for (int i = threadIdx.x - 32; i < ROWS * CHUNKS; i += LOADERS) {
             int row = i / CHUNKS, chunk = i % CHUNKS, token = row / GROUP, head = row - token * GROUP;
             u32 place = to + wide_at(row, chunk);
-            bool held = token < item.tile.tokens;
-            const u16* q = a.q + (item.tile.token + token) * a.q_token + (item.head * GROUP + head) * a.q_head + chunk * 8;
-            if (SCALED)
-                copy_scaled(held ? *(const uint4*)q : uint4{}, place, a.scale, shared.scale[turn.place][row]);
-            else if (held)
-                copy_16_bytes(place, q);
+            if (token < item.tile.tokens)
+                copy_16_bytes(place, a.q + (item.tile.token + token) * a.q_token + (item.head * GROUP + head) * a.q_head + chunk * 8);
             else
                 zero_16_bytes(place);
         }
         if (threadIdx.x == 32) shared.items[turn.place] = item;
         copies_commit();
         copies_wait<0>();
+        if (SCALED)
+            for (int i = threadIdx.x - 32; i < ROWS * CHUNKS; i += LOADERS)  // its own copies: whole warps, in each of them whole rows
+                scale_octet(to + wide_at(i / CHUNKS, i % CHUNKS), a.scale, shared.scale[turn.place][i / CHUNKS]);
         fence_copy_engine();
         barrier_arrive(shared_address(&shared.q_full[turn.place]));
     }
