@@ -40,6 +40,9 @@ class PrefixSharing:
         if self._group is None or len(slots) < FEWEST_ROWS:
             return ()
         size = self._group.block_size
+        if (slots == slots[0]).all():  # tokens of one sequence: the end of a prompt
+            before = int(start.min()) // size * size
+            return (SharedPrefix(np.arange(len(slots)), before, self._group.index),) if before else ()
         whole = start // size  # blocks of each row that are full
         heads = np.where(whole > 0, self._table[slots, 0], -1)
         order = np.argsort(heads, kind="stable")
@@ -56,8 +59,6 @@ class PrefixSharing:
 
     def _common(self, slots: np.ndarray, most: int) -> int:
         """Blocks, of at most `most`, that the tables of all these rows have in common."""
-        if (slots == slots[0]).all():  # tokens of one sequence
-            return most
         for at in range(0, most, COLUMNS):
             part = self._table[slots, at : min(at + COLUMNS, most)]
             differs = np.flatnonzero((part != part[0]).any(0))
