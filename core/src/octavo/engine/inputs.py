@@ -58,9 +58,12 @@ class StateTable:
         """Take in changes of the block tables alone."""
         self.sharing.update(tables)
         for update in tables:
-            table = self.tables[update.group]
-            places, blocks = self.send(np.stack([update.rows.astype(np.int64) * table.shape[1] + update.cols, update.blocks]))
-            table.view(-1).scatter_(0, places, blocks.int())
+            table, count = self.tables[update.group], len(update.rows)
+            packed = np.empty(3 * count, np.int32)  # places as int64, then blocks: one copy
+            packed[: 2 * count].view(np.int64)[:] = update.rows.astype(np.int64) * table.shape[1] + update.cols
+            packed[2 * count :] = update.blocks
+            sent = self.send(packed)
+            table.view(-1).scatter_(0, sent[: 2 * count].view(torch.int64), sent[2 * count :])
 
     def decode_step(
         self, rows: Tensor, positions: Tensor, query_start: Tensor, index: Tensor, host: StepHost
