@@ -145,7 +145,7 @@ def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tup
     found: dict[str, Callable[[Weights, Tensor], tuple[Op, float]]] = {}
     if m <= 16:
         found["w4a16"] = lambda w, x: (narrow_op(w, x, narrow_shape(m, n, k)), EXACT)
-    if 8 <= m <= WARPGROUP_ROWS:
+    if m <= WARPGROUP_ROWS:
         found["warpgroup"] = lambda w, x: (warpgroup_op(w, x, warpgroup_gemm.choose_shape(m, n, k)), ROUNDED)
     if m >= 1024:
         found["dequantised"] = lambda w, x: (library_op(w, x), ROUNDED)
@@ -158,7 +158,7 @@ def table(seconds: float) -> None:
     """Every product at every number of rows by every kernel at its default shape, and cuBLAS. The last lines are the sums of the four."""
     began, device = time.monotonic(), torch.device("cuda", 0)
     few = {(m, narrow_shape(m, n, k)) for k, n in SHAPES.values() for m in ROWS if m <= 16}
-    more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in ROWS if 8 <= m <= WARPGROUP_ROWS}
+    more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in ROWS if m <= WARPGROUP_ROWS}
     compile_all(
         [lambda job=job: narrow_function(*job) for job in few]  # type: ignore[misc]
         + [lambda s=s: warpgroup_gemm.function(VARIANT, s, device) for s in more]  # type: ignore[misc]

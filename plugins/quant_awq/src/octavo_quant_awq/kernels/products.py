@@ -34,10 +34,10 @@ class CudaProduct:
         )
         self._hopper = torch.cuda.get_device_capability(words.device)[0] == 9
         self.limit = WARPGROUP_ROWS if self._hopper else OTHER_ROWS
-        self._narrow = NARROW_ROWS if self._hopper else OTHER_ROWS
-        jobs: list[Callable[[], Any]] = [lambda m=m: self._narrow_call(m) for m in (8, 16, 32, 64) if m <= max(8, self._narrow)]
+        self._narrow = OTHER_ROWS if not self._hopper else 0 if warpgroup_gemm.fills(rows) else NARROW_ROWS
+        jobs: list[Callable[[], Any]] = [lambda m=m: self._narrow_call(m) for m in (8, 16, 32, 64) if m <= self._narrow]
         if self._hopper:
-            shapes = warpgroup_gemm.shapes(rows, inputs, NARROW_ROWS + 1, WARPGROUP_ROWS)
+            shapes = warpgroup_gemm.shapes(rows, inputs, self._narrow + 1, WARPGROUP_ROWS)
             jobs += [lambda shape=shape: warpgroup_gemm.function(self._variant, shape, self._device) for shape in shapes]
         jobs.append(lambda: library.function(self._variant, self._device))
         with ThreadPoolExecutor(len(jobs)) as pool:  # compiling leaves the interpreter to others

@@ -65,13 +65,18 @@ class WarpgroupShape:
         return max(ring, 4 * self.tokens * (self.rows + 4))
 
 
+def fills(rows: int) -> bool:
+    """Whether a matrix has outputs enough for blocks of 128 on all multiprocessors."""
+    return rows > 128 * PROCESSORS
+
+
 def choose_shape(m: int, rows: int, inputs: int) -> WarpgroupShape:
     """The shape for m rows of x times a matrix [rows, inputs]: K is divided among blocks where there are few."""
     strips = -(-rows // 128)
     if m > 64:
         return _many(m, strips)
     tokens = max(8, 1 << (m - 1).bit_length())
-    if strips > PROCESSORS:
+    if fills(rows):
         return _wide(tokens)
     shape, most = _deep(tokens, inputs)
     cluster = 1
