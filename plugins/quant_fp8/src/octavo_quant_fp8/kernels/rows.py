@@ -66,21 +66,26 @@ def macros(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, int]:
 def choose_shape(m: int, n: int, k: int) -> Shape | None:
     """The block for m rows times weights [n, k]; None where another kernel is faster. From sweeps on an H200."""
     tokens = next((t for t in TOKENS if t >= m), 0)
+    wide, narrow, long = n >= 16384, n <= 4096, k >= 8192
     if not 1 < m <= TOKENS[-1] or k < 1024:
         return None
-    if tokens > 64:
-        if n >= 16384 or (tokens == 256 and k < 8192):
-            return None  # enough tiles for the library, which shares them better
-        return Shape(tokens, 1, 1, 8, 4, 2)
-    if tokens <= 16:  # x is small: as far ahead as the weights
-        if n >= 16384:
-            return Shape(tokens, 2, 2, 3, 3, 1, 2, 8)
-        return Shape(tokens, 1, 4, 5, 5, 2, 1, 8) if k >= 8192 else Shape(tokens, 1, 2, 5, 5, 2, 2 if n > 4096 else 1, 8)
-    if n >= 16384:
+    if tokens == 256:  # enough tiles for the library, but where K is long
+        return Shape(tokens, 1, 1, 8, 4, 2) if long and not wide else None
+    if tokens == 128:
+        return (
+            None
+            if wide
+            else Shape(tokens, 1, 1, 8, 6, 2)
+            if long
+            else Shape(tokens, 1, 1, 8 if narrow else 6, 4, 2, 1 if narrow else 2)
+        )
+    if tokens <= 16:  # Triton's kernel is as fast where tiles are many
+        return Shape(tokens, 1, 2, 12, 3, 2) if long else Shape(tokens, 1, 4, 4, 2, 2) if narrow else None
+    if wide:
         return Shape(tokens, 2, 1, 5, 4, 1, 2)
-    if k >= 8192 or tokens == 64:
-        return Shape(tokens, 1, 2, 11 if tokens == 32 else 8 if k < 8192 else 10, 4 if tokens == 32 else 3, 2 if n <= 4096 else 1)
-    return Shape(tokens, 1, 1, 11, 4, 2, 2)
+    if tokens == 32:
+        return Shape(tokens, 1, 2, 11, 4, 2) if long else Shape(tokens, 1, 1, 11, 4, 2, 2)
+    return Shape(tokens, 1, 2, 8 if narrow and not long else 10, 3, 2 if narrow else 1)
 
 
 def source(tokens: int) -> str:
