@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -168,35 +168,13 @@ class StepGraphs:
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            answer = self._forward(bucket, host)
-        # Logits are read before anything else is replayed, so all graphs may have theirs in one place: not owned, the memory
-        # is free for the next capture. Each owning its own, those of a large vocabulary would add up to gigabytes.
-        bucket.answer = replace(answer, logits=_borrowed(answer.logits))
+            bucket.answer = self._forward(bucket, host)
         bucket.graph = graph
         self.seconds += time.perf_counter() - began
         kind = (
             f" with {', '.join(f'{len(s.rows)} rows over {s.tokens} shared tokens' for s in host.shared)}" if host.shared else ""
         )
         log.info("captured the graph of %d rows%s in %.2f s", bucket.size, kind, time.perf_counter() - began)
-
-
-class _Memory:
-    """A tensor's memory by its address alone."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
-            "typestr": "<f4",
-            "version": 3,
-        }
-
-
-def _borrowed(logits: Tensor) -> Tensor:
-    """The same float32 values in the memory pool of the graphs, which outlives them, without keeping them there."""
-    assert logits.dtype == torch.float32
-    return torch.as_tensor(_Memory(logits), device=logits.device)
 
 
 def _host_lengths(step: TokenRows, size: int, scratch_row: int) -> StepHost:
