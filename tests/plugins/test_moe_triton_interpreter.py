@@ -96,7 +96,8 @@ def scaled_weights():
         for scales, factors in ((blocks, whole), (rows, (rows[0][..., None], rows[1][..., None]))):
             want = oracle.experts(x, weights, ids, gate_up.float() * factors[0], down.float() * factors[1], Gate())
             got = ops["experts_fp8"](x, weights, ids, gate_up, down, Gate(), scales=scales)
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
+            # outputs that cancel are off by what float32 rounds of the largest terms, not of themselves
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
 
 found = {}
 for check in (routing, few_pairs, sorted_pairs, sorted_pairs_in_groups, scaled_weights):
