@@ -60,8 +60,9 @@ def accepts_attention(needs: Needs, options: Any) -> Accept | Reject:
     reason = next(filter(None, map(_layer, facts.get("layers") or ())), "")
     if reason:
         return Reject(reason)
+    prompts = f"{'this plugin' if multiplies(needs.device, needs.dtype) else 'core'}'s attention"
     return Accept(
-        {"block_sizes": (16, 32, 64, 128, 8)}, "rows with one new token read the cache where it lies; prompts go to torch"
+        {"block_sizes": (16, 32, 64, 128, 8)}, f"rows with one new token read the cache where it lies; prompts: {prompts}"
     )
 
 
@@ -106,5 +107,5 @@ attention_provider = Provider(
     load="octavo_ops_cpu.attention:CpuAttention",
     priority=15,
     accepts=accepts_attention,
-    summary="Paged decode attention on x86-64 with AVX2; prompts through torch",
+    summary="Paged attention on x86-64 with AVX2; prompts too where products are this plugin's",
 )
