@@ -298,6 +298,8 @@ def test_who_multiplies_is_said() -> None:
         "torch's, for float32": asked("operators", with_units, "float32"),
         "no AVX512_BF16": asked("operators", Device(features=frozenset({"avx2"}))),
         "AMX": asked("operators", Device(features=with_units.features | {"amx_bf16"})),
+        "prompts: this plugin's": asked("attention", with_units, layers=(LAYER,), block_size=16),
+        "prompts: core's": asked("attention", with_units, "float32", layers=(LAYER,), block_size=16),
     }
     for words, answer in reasons.items():
         assert isinstance(answer, Accept) and words in answer.reason
