@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="triton is not installed")
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "ops_triton" / "src"))
 
+import triton
 from octavo.bench.kernel import cuda_device
 from octavo.interfaces import OperatorParts
 from octavo.model import operators as oracle
@@ -114,6 +115,18 @@ def test_a_linear_of_few_rows(ops: dict[str, Any], m: int, n: int, k: int) -> No
     wide = ops["small_linear"](x, weight, FP32)
     # Up to four rows are summed by ordinary float32 additions, more by tensor cores, whose sums keep fewer bits.
     assert wide.dtype == FP32 and float((wide.double() - want).abs().max()) < (1e-5 if m <= 4 else 2e-4)
+
+
+def test_no_number_of_rows_up_to_32_needs_a_kernel_of_its_own(ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts bring any number of rows to the last layer's products, and everybody waits for a step that compiles."""
+    small, compiled = ops["small_linear"], []
+    n, k = 136, 2064  # sizes that no other test has
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name))
+    x, weight = torch.randn(32, k).to(BF16), torch.randn(n, k).to(BF16)
+    for m in range(3, 33):
+        if small.wins(m, n, k):
+            near(small(x[:m], weight), x[:m].double() @ weight.double().T, slack=2.0)
+    assert sorted(compiled) == ["linear_kernel", "skinny_kernel", "skinny_kernel"], compiled
 
 
 def test_an_address_off_the_alignment_finds_a_kernel_of_its_own(ops: dict[str, Any]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,3 +45,21 @@ def test_cuda_from_capability_8_in_three_dtypes_is_taken(provider: Provider, cap
 def test_a_refusal_names_the_need(provider: Provider, device: Device, dtype: str, words: str) -> None:
     refusal = answer(provider, device, dtype)
     assert isinstance(refusal, Reject) and words in refusal.reason
+
+
+def test_kernels_that_are_compiled_while_the_engine_runs_are_named_in_the_log(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from octavo_ops_triton import engine_ready
+
+    heard: list[str] = []
+    knobs = SimpleNamespace(compilation=SimpleNamespace(listener=lambda *, src, **_: heard.append(src.name)))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
+    engine_ready(SimpleNamespace(explain={"device": {"type": "cpu"}}))
+    engine_ready(SimpleNamespace(explain={"device": {"type": "cuda"}}))
+    caplog.set_level(logging.DEBUG, "octavo_ops_triton")
+    for name, hit in (("skinny_kernel", False), ("plan_kernel", True)):
+        times = SimpleNamespace(total=250_000 if not hit else 3_000)
+        knobs.compilation.listener(src=SimpleNamespace(name=name), metadata={}, metadata_group={}, times=times, cache_hit=hit)
+    assert caplog.messages == ["compiled the kernel skinny_kernel in 250 ms", "fetched the kernel plan_kernel in 3 ms"]
+    assert heard == ["skinny_kernel", "plan_kernel"]  # whoever listened before still does

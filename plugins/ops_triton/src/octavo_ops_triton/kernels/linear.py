@@ -44,14 +44,14 @@ def linear_kernel(
 def wins(m: int, n: int, k: int) -> bool:
     """Whether `small_linear` takes the shape and is faster there than cuBLAS, after the measurements in
     benchmarks/RESULTS.md: always for one row, less often the more rows there are, because each is another pass over
-    the registers. Three rows were not measured and are judged as four."""
+    the registers. Never for three: no graph has so many, and the kernel would be compiled when a prompt first brings them."""
     if m == 1:
         return k <= MAX_K
     if m > MAX_ROWS:
         return m <= skinny.MAX_ROWS and n <= MOST_OUTPUTS and k >= 2048
     if m == 2:
         return k <= HELD and (n <= 4096 or k >= 4096)
-    return 0 < m <= MAX_ROWS and n <= 2048 and k <= HELD
+    return m == MAX_ROWS and n <= 2048 and k <= HELD
 
 
 def _tile(block_k: int) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 A program takes BLOCK_N outputs and one of SPLITS parts of the depth. The rows of x are the narrow side of the product
 (16 or 32 wide), so few multiply for nothing. Parts of an output are added up by the last program to arrive, in the
-order of the parts: the sum does not depend on who came last.
+order of the parts: the sum does not depend on who came last. How many rows there are is no constant: a kernel for
+each number of them would be compiled when a step first has so many, and everybody would wait for it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def tile(n: int, k: int) -> Tile:
     return Tile(64, 256, 2, 3, 8) if k <= 8192 else Tile(128, 128, 2, 5, 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def skinny_kernel(
-    x_ptr, weight_ptr, out_ptr, part_ptr, arrived_ptr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, part_ptr, arrived_ptr, M,
+    N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0)
@@ -84,9 +85,9 @@ def skinny(launch: Launcher, x: Tensor, weight: Tensor, dtype: torch.dtype, arri
     out = torch.empty((m, n), dtype=dtype, device=x.device)
     part = torch.empty((tile.splits, m, n), dtype=torch.float32, device=x.device) if tile.splits > 1 else out
     constants = (
-        *(m, n, k, rows(x, "small_linear"), rows(weight, "small_linear")),
+        *(n, k, rows(x, "small_linear"), rows(weight, "small_linear")),
         *(16 if m <= 16 else 32, tile.n, tile.k, tile.splits, tile.stages),
     )
     grid = (triton.cdiv(n, tile.n), tile.splits)
-    launch(skinny_kernel, grid, (x, weight, out, part, arrived), (), constants, warps=tile.warps)
+    launch(skinny_kernel, grid, (x, weight, out, part, arrived), (m,), constants, warps=tile.warps)
     return out
