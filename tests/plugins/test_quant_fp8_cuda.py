@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,20 @@ def test_quantising_compiles_without_spilling(kind: int, size: int, tmp_path: Pa
     assemble(few_rows.source(), few_rows.macros(kind, torch.float16, torch.float16, size), tmp_path)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product_reads_as_constant_only_what_no_step_writes(shape: rows.Shape, tmp_path: Path) -> None:
+    """A kernel begins before the one in front has ended, and loads of constants may move before the wait for it: those of four scales of
+    the weight, and no others."""
+    source = rows.source(shape.tokens)
+    assert constant_loads(source, rows.macros(shape, torch.bfloat16, bias=False), tmp_path) == ["v4.f32"]
+
+
+@pytest.mark.parametrize("kind", [few_rows.PLAIN, few_rows.NORM, few_rows.SWIGLU])
+def test_quantising_reads_as_constant_only_what_no_step_writes(kind: int, tmp_path: Path) -> None:
+    found = constant_loads(few_rows.source(), few_rows.macros(kind, torch.bfloat16, torch.float32, 4096), tmp_path)
+    assert found == (["v4.f32"] * 2 if kind == few_rows.NORM else []), "eight values of a norm's weight"
+
+
 @pytest.mark.parametrize("size", [8, 64, 576, 4096, 4104, 5000, 14336, 28672, 65536])
 def test_the_threads_of_a_row_cover_it_once(size: int) -> None:
     cluster, threads, items = few_rows.blocks(size)
@@ -76,3 +91,14 @@ def assemble(source: str, macros: dict[str, int], folder: Path) -> str:
     assert done.returncode == 0, done.stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr, done.stderr
     return done.stderr
+
+
+def constant_loads(source: str, macros: dict[str, int], folder: Path) -> list[str]:
+    """The types of the loads that promise that nothing writes to what they read; the test is skipped without nvcc."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed: the CUDA files cannot be compiled here")
+    (folder / "k.cu").write_text(source)
+    command = ["nvcc", "-ptx", "-arch=compute_90a", *[f"-D{name}={value}" for name, value in macros.items()]]
+    done = subprocess.run([*command, "-o", str(folder / "k.ptx"), str(folder / "k.cu")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"ld\.global\.nc(?:\.L\S+)?\.(v4\.f32|\S+)", (folder / "k.ptx").read_text())

@@ -23,17 +23,35 @@ __device__ __forceinline__ float widened(u32 bits) {
 #endif
 }
 
-// Eight values at a multiple of 16 bytes.
-__device__ __forceinline__ void load8(float (&v)[8], const u16* p) {
-    const uint4 x = *(const uint4*)p;
+__device__ __forceinline__ void widened(float (&v)[8], uint4 x) {
     const u32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[2 * i] = widened(words[i] & 0xffff), v[2 * i + 1] = widened(words[i] >> 16);
 }
 
+// Eight values at a multiple of 16 bytes.
+__device__ __forceinline__ void load8(float (&v)[8], const u16* p) { widened(v, *(const uint4*)p); }
+
 __device__ __forceinline__ void load8(float (&v)[8], const float* p) {
     const float4 a = *(const float4*)p, b = *(const float4*)(p + 4);
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+// Of what another kernel of the step has written, which may still run while this one begins: neither a load of the compiler's that it may put
+// before griddepcontrol.wait, nor one through the cache of constants, as of a `const __restrict__` pointer.
+__device__ __forceinline__ uint4 load_written(const void* p) {
+    uint4 x;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void load8_written(float (&v)[8], const u16* p) { widened(v, load_written(p)); }
+
+__device__ __forceinline__ void load8_written(float (&v)[8], const float* p) {
+    const uint4 a = load_written(p), b = load_written(p + 4);
+    const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = __uint_as_float(words[i]);
 }
 
 __device__ __forceinline__ float larger(float a, float b) {
@@ -83,7 +101,7 @@ __device__ __forceinline__ float2 over_row(float sum, float peak) {
 // x [M, SIZE] (KIND 2: [M, 2 SIZE], gate beside up), x_stride apart; residual float32 [M, SIZE] becomes the sum (KIND 1). data e4m3
 // [M, SIZE], scale float32 [M]. Values past `bound` saturate (KIND 0).
 extern "C" __global__ void __launch_bounds__(THREADS) quantise(
-    const u16* __restrict__ x, float* __restrict__ residual, const void* __restrict__ weight, u8* __restrict__ data, float* __restrict__ scale,
+    const u16* x, float* residual, const void* __restrict__ weight, u8* __restrict__ data, float* __restrict__ scale,
     int size, int x_stride, int residual_stride, float eps, float bound) {
     const int row = blockIdx.x;
     float v[ITEMS][8];
@@ -106,11 +124,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise(
     for (int i = 0; i < ITEMS; ++i) {
         const int d = ((i * CLUSTER + blockIdx.y) * THREADS + threadIdx.x) * 8;
         if (d >= size) continue;
-        load8(v[i], x + (size_t)row * x_stride + d);
+        load8_written(v[i], x + (size_t)row * x_stride + d);
 #if KIND == 1
         float* at = residual + (size_t)row * residual_stride + d;
         float r[8];
-        load8(r, at);
+        load8_written(r, at);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] += r[j];
         *(float4*)at = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
@@ -119,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise(
         for (int j = 0; j < 8; ++j) sum += v[i][j] * v[i][j], v[i][j] *= w[i][j];
 #elif KIND == 2
         float up[8];
-        load8(up, x + (size_t)row * x_stride + size + d);
+        load8_written(up, x + (size_t)row * x_stride + size + d);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = v[i][j] / (1.0f + __expf(-v[i][j])) * up[j];
 #endif

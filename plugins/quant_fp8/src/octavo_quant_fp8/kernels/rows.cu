@@ -69,6 +69,14 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
     return (u64)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// Of what another kernel of the step has written, which may still run while this one begins: neither a load of the compiler's that it may put
+// before griddepcontrol.wait, nor one through the cache of constants, as of a `const __restrict__` pointer.
+__device__ __forceinline__ float load_written(const float* p) {
+    float f;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(f) : "l"(p) : "memory");
+    return f;
+}
+
 __device__ __forceinline__ float4 load_remote(u32 address) {
     float4 f;
     asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(f.x), "=f"(f.y), "=f"(f.z), "=f"(f.w) : "r"(address) : "memory");
@@ -103,7 +111,7 @@ __device__ __forceinline__ void store4(Out* out, float4 y) { *(uint2*)out = make
 #endif
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
-    const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap inputs, const float* __restrict__ x_scale,
+    const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap inputs, const float* x_scale,
     const float* __restrict__ scale, const Out* __restrict__ bias, Out* __restrict__ out, int M, int N, int K) {
     extern __shared__ __align__(1024) u8 memory[]; // tiles of W, tiles of x; afterwards sums float [TOKENS][PITCH]
     __shared__ __align__(8) u64 barriers[STAGES + 2 * X_STAGES];
@@ -165,7 +173,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
 #pragma unroll
         for (int j = 0; j < TURNS; ++j) {
             const int m = threadIdx.x / QUADS + j * STEP;
-            t[j] = m < count ? x_scale[token + m] : 0.0f;
+            t[j] = 0.0f;
+            if (m < count) t[j] = load_written(x_scale + token + m);
         }
 
         const int group = warp / 4;
