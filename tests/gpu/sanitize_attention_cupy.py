@@ -39,11 +39,11 @@ class Case:
 
 CROWD: list[Work] = [(i, 37 * i % 90, 1) for i in range(20)]
 CASES = {
-    # Hopper's prefill kernel: dims 64 and 128, 16-bit and FP8.
+    # Hopper's prefill kernel: dims 64 and 128, 16-bit caches and FP8 ones whose pages are widened for it.
     "wgmma-bf16": Case(Shape((32, 8), 128, block_size=64, dtype=BF16), MIXED),
     "wgmma-window": Case(Shape((24, 1), 64, block_size=128, dtype=FP16, window=150, sinks=True, softcap=20.0), MIXED),
-    "wgmma-e4m3": Case(Shape((8, 2), 128, block_size=16, dtype=BF16, kv_dtype=E4M3, k_scale=0.3, v_scale=0.7), MIXED),
-    "wgmma-e5m2": Case(Shape((4, 4), 64, block_size=8, dtype=FP16, kv_dtype=E5M2, window=150, sinks=True), MIXED),
+    "wgmma-e4m3": Case(Shape((8, 2), 128, block_size=16, dtype=BF16, kv_dtype=E4M3, k_scale=0.3, v_scale=0.7), MIXED, "hopper"),
+    "wgmma-e5m2": Case(Shape((4, 4), 64, block_size=8, dtype=FP16, kv_dtype=E5M2, window=150, sinks=True), MIXED, "hopper"),
     # The portable one, and decode at other dims.
     "portable-bf16": Case(Shape((8, 2), 128, block_size=32, dtype=BF16), MIXED, "portable"),
     "portable-e4m3": Case(Shape((16, 4), 64, block_size=64, dtype=BF16, kv_dtype=E4M3, window=150), MIXED, "portable"),

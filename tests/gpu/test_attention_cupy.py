@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "attention_cupy" 
 from octavo.bench.kernel import cuda_device
 from octavo.testing.attention import AttentionSuite, AttentionTarget, check
 from octavo.testing.paged import Shape
+from octavo_attention_cupy import tuning
 from octavo_attention_cupy.provider import CupyOptions, provider
 
 from tests.engine.harness import alone, make_engine, request
-from tests.gpu.backends import LENGTHS, check_a_captured_graph, check_a_step_of_all_kinds, check_it_repeats
+from tests.gpu.backends import LENGTHS, WORK, check_a_captured_graph, check_a_step_of_all_kinds, check_it_repeats
 from tests.gpu.greedy import check_tokens
 
 pytestmark = pytest.mark.gpu
@@ -62,6 +63,58 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_float64_says_is_what_comes_out(shape: Shape, prefill: str) -> None:
     check_a_step_of_all_kinds(target(prefill=prefill).scene(shape, LENGTHS))
+
+
+WIDENED = [
+    *(shape for shape in SHAPES if shape.kv_dtype and shape.k_dim in (64, 128)),
+    Shape((24, 1), 64, block_size=24, dtype=FP16, kv_dtype=E5M2, window=150, sinks=True),
+    Shape((8, 2), 128, block_size=64, dtype=BF16, kv_dtype=E4M3, window=300, softcap=20.0, k_scale=2.0),
+    Shape((4, 4), 128, block_size=256, dtype=FP16, kv_dtype=E4M3),
+]
+
+
+def need_hopper() -> None:
+    if cuda_device().capability != (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+
+
+@pytest.mark.parametrize("shape", WIDENED, ids=str)
+def test_an_fp8_cache_is_prefilled_from_pages_that_are_widened(shape: Shape) -> None:
+    need_hopper()
+    check_a_step_of_all_kinds(target(prefill="hopper").scene(shape, LENGTHS))
+
+
+def test_a_workspace_that_is_too_small_for_all_rows_serves_them_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of LENGTHS, rows of 40, 300 and 700 tokens have chunks: the first two together, then the third; then one that fits nowhere."""
+    need_hopper()
+    shape = Shape((8, 2), 128, block_size=16, dtype=BF16, kv_dtype=E4M3, k_scale=0.3, v_scale=0.7)
+    for tokens, launches in ((704, 2), (688, None)):
+        monkeypatch.setattr(tuning, "MOST_WIDE_BYTES", tokens * 2 * 2 * 256)
+        scene = target(prefill="hopper").scene(shape, LENGTHS)
+        bound = scene.backend._layers[0]
+        assert bound.widened.pages == tokens // 16
+        step = scene.step(WORK)
+        scene.backend.prepare(step)
+        found = step.scratch["cupy.prefill"][scene.backend._prefilling._key(bound, bound.widened)]
+        assert found is None if launches is None else len(found) == launches
+        check_a_step_of_all_kinds(scene)
+
+
+def test_long_chunks_over_an_fp8_cache_are_widened_unasked() -> None:
+    need_hopper()
+    scene = target().scene(Shape((8, 2), 128, block_size=64, dtype=BF16, kv_dtype=E4M3), [1500, 900, 70])
+    scene.fill([0, 300, 69])
+    work = [(0, 0, 1500), (1, 300, 600), (2, 69, 1)]
+    step = scene.step(work)
+    scene.backend.prepare(step)
+    bound = scene.backend._layers[0]
+    assert list(step.scratch["cupy.prefill"]) == [scene.backend._prefilling._key(bound, bound.widened)]
+    check(scene, work, lse=True)
+
+
+def test_a_hopper_prefill_that_cannot_be_is_refused_when_bound() -> None:
+    with pytest.raises(ValueError, match=r"layer 0: prefill=hopper needs capability 9.0 .* dims 96 and 96"):
+        target(prefill="hopper").scene(Shape((8, 2), 96, dtype=BF16), [20])
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3])

@@ -26,7 +26,7 @@ from octavo.catalog import Accept, Device, Needs, Reject
 from octavo.interfaces import AttentionLayer, KVSpec
 from octavo_attention_cupy.geometry import PageGeometry
 from octavo_attention_cupy.provider import CupyOptions, accepts
-from octavo_attention_cupy.tuning import decode_choice, prefill_choice
+from octavo_attention_cupy.tuning import decode_choice, hopper_choice, portable_choice
 
 PLUGIN = Path(__file__).parents[2] / "plugins" / "attention_cupy" / "src"
 CUDA = PLUGIN / "octavo_attention_cupy" / "cuda"
@@ -136,6 +136,8 @@ void segment_of(int at, int end, int before, int tiles, int share, Segment* s) {
 int place_of(int part, int first_block, int middle) { return part_place(part, first_block, middle); }
 long long k_place(int page, int head, int slot, int chunk) { return k_offset(page, head, 0) + KRows::at(page, slot, chunk); }
 long long v_place(int page, int head, int slot, int chunk) { return v_offset(page, head, 0) + VRows::at(page, slot, chunk); }
+long long wide_k_place(int page, int head, int slot, int chunk) { return 2 * k_offset(page, head, 0) + Rows<K_DIM, 2>::at(page, slot, chunk); }
+long long wide_v_place(int page, int head, int slot, int chunk) { return 2 * v_offset(page, head, 0) + Rows<V_DIM, 2>::at(page, slot, chunk); }
 int sizes(int which) { return which == 0 ? sizeof(RowWork) : sizeof(BlockWork); }
 }
 """
@@ -159,7 +161,8 @@ def integers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, i
         command = [compiler, "-std=c++17", "-shared", "-fPIC", f"-I{CUDA}", *macros, "-o", str(library), str(folder / "shim.cc")]
         subprocess.run(command, check=True, capture_output=True)
         built[element, k_dim, v_dim] = ctypes.CDLL(str(library))
-        built[element, k_dim, v_dim].k_place.restype = built[element, k_dim, v_dim].v_place.restype = ctypes.c_longlong
+        for name in ("k_place", "v_place", "wide_k_place", "wide_v_place"):
+            getattr(built[element, k_dim, v_dim], name).restype = ctypes.c_longlong
     return built
 
 
@@ -177,6 +180,19 @@ def test_host_and_device_agree_on_where_a_token_lies(integers: dict[tuple[int, i
                 for chunk in range(v_dim * element // 16):
                     want = (start + page * k_dim + v_places[slot, chunk * 16 // element]) * element
                     assert library.v_place(page, head, slot, chunk) == want
+
+
+def test_a_widened_page_has_the_layout_of_a_16_bit_cache(integers: dict[tuple[int, int, int], ctypes.CDLL]) -> None:
+    """Where widen.cu puts the chunks of a page, from its narrow offsets, is where PageGeometry has them."""
+    dim, page, heads = 64, 24, 3
+    library, g = integers[1, dim, dim], PageGeometry.of(KVSpec("full", heads, dim, dim, "bfloat16"), page)
+    places = g.places(dim)
+    for head in range(heads):
+        start = head * page * 2 * dim
+        for slot in range(page):
+            for chunk in range(dim // 8):
+                assert library.wide_k_place(page, head, slot, chunk) == (start + places[slot, chunk * 8]) * 2
+                assert library.wide_v_place(page, head, slot, chunk) == (start + page * dim + places[slot, chunk * 8]) * 2
 
 
 @settings(max_examples=150, deadline=None)
@@ -329,11 +345,10 @@ def test_every_shape_has_a_kernel_that_fits_in_shared_memory(memory: tuple[int, 
                 assert choice.stages >= 2
                 assert choice.shared <= memory[0]
                 assert (choice.shared + 1024) * choice.blocks <= memory[1]
-            for hopper in (False, True):
-                tile = prefill_choice(
-                    group=4, k_dim=dim, v_dim=dim, element=element, shared_block=memory[0], hopper=hopper and memory[0] > 200_000
-                )
-                assert tile.shared <= memory[0]
+            assert portable_choice(k_dim=dim, v_dim=dim, element=element, shared_block=memory[0]).shared <= memory[0]
+        hopper = hopper_choice(group=4, k_dim=dim, v_dim=dim)
+        assert (hopper is None) == (dim not in (64, 128))
+        assert hopper is None or hopper.shared <= 227 << 10
 
 
 @pytest.mark.parametrize(
@@ -344,7 +359,7 @@ def test_every_shape_has_a_kernel_that_fits_in_shared_memory(memory: tuple[int, 
         ("sm_90", "decode", (256, 256), 2),
         ("sm_80", "decode", (80, 80), 2),
         ("sm_90a", "prefill_hopper", (128, 128), 2),
-        ("sm_90a", "prefill_hopper", (64, 64), 1),
+        ("sm_90a", "prefill_hopper", (64, 64), 2),
         ("sm_90", "prefill", (256, 256), 2),
         ("sm_90", "prefill", (192, 128), 1),
         ("sm_80", "prefill", (64, 64), 2),
@@ -352,6 +367,7 @@ def test_every_shape_has_a_kernel_that_fits_in_shared_memory(memory: tuple[int, 
         ("sm_90", "prologue", (128, 128), 2),
         ("sm_89", "prologue", (80, 80), 1),
         ("sm_89", "write", (80, 80), 1),
+        ("sm_90", "widen", (128, 128), 1),
         ("sm_80", "plan", (0, 0), 0),
     ],
 )
@@ -369,16 +385,14 @@ def test_kernels_compile_without_spilling(arch: str, kernel: str, dims: tuple[in
             if arch.startswith("sm_90")
             else {"shared_block": 163 << 10, "shared_sm": 164 << 10}
         )
-        choice = decode_choice(group=4, k_dim=dims[0], v_dim=dims[1], element=element, crowded=False, **memory)
         if kernel == "decode":
-            macros |= choice.macros()
-        else:
-            hopper = kernel == "prefill_hopper"
-            tile = prefill_choice(
-                group=4, k_dim=dims[0], v_dim=dims[1], element=element, shared_block=memory["shared_block"], hopper=hopper
-            )
-            assert tile.kernel == kernel or kernel in ("write", "prologue")
-            macros |= tile.macros
+            macros |= decode_choice(group=4, k_dim=dims[0], v_dim=dims[1], element=element, crowded=False, **memory).macros()
+        elif kernel == "prefill":
+            macros |= portable_choice(k_dim=dims[0], v_dim=dims[1], element=element, shared_block=memory["shared_block"]).macros
+        elif kernel == "prefill_hopper":
+            hopper = hopper_choice(group=4, k_dim=dims[0], v_dim=dims[1])
+            assert hopper is not None
+            macros |= hopper.macros
     target = f"-gencode=arch=compute_{arch[3:]},code={arch}"
     command = ["nvcc", "-cubin", target, "-std=c++17", "-Xptxas", "-v", "-Werror", "all-warnings"]
     command += [f"-D{name}={int(value)}" for name, value in with_arguments(kernel, macros).items()]

@@ -14,17 +14,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 import torch
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
 
 from octavo_attention_cupy.bound import PROLOGUE_THREADS, WRITE_THREADS, Binder, Bound, WorkMap
 from octavo_attention_cupy.geometry import PageGeometry
 from octavo_attention_cupy.launch import DecodeArgs, PrefillArgs
+from octavo_attention_cupy.prefilling import Prefilling
 from octavo_attention_cupy.provider import FP8, CupyOptions
-
-TILE = 8
-"""int32 values of PrefillTile (cuda/prefill_args.cuh)."""
 
 
 class CupyAttention:
@@ -52,10 +49,8 @@ class CupyAttention:
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
         """Take the caches; compile and load kernels; allocate work maps and the partial sums of split rows (float32)."""
-        binder = Binder(
-            self.device, self.capability, self.dtype_name, limits, self.options.cache_dir, self.options.prefill == "portable"
-        )
-        self._groups, self._sms, self._max_rows = list(groups), binder.sms, limits.max_num_seqs
+        binder = Binder(self.device, self.capability, self.dtype_name, limits, self.options.cache_dir, self.options.prefill)
+        self._groups, self._max_rows = list(groups), limits.max_num_seqs
         for bound in groups:
             geometry = PageGeometry.of(bound.group.spec, bound.group.block_size)
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
@@ -63,6 +58,9 @@ class CupyAttention:
                     layer = replace(layer, window=bound.group.spec.window)
                 self._check(layer, cache, geometry)
                 self._layers[layer.index] = binder.bind(bound.group.index, layer, geometry, cache)
+        self._prefilling = Prefilling(
+            self.device, binder.sms, self._layers.values(), always_widen=self.options.prefill == "hopper"
+        )
         self._plan, self._works = binder.plan(), list(binder.works.values())
         decodes = [(decode, bound.layer.v_dim) for bound in self._layers.values() for decode in bound.decodes.values()]
         places = [2 * decode.blocks * decode.heads for decode, _ in decodes]
@@ -90,37 +88,12 @@ class CupyAttention:
     # ------------------------------------------------------------ a step
 
     def prepare(self, step: Step) -> None:
-        """Host work: the prefill tile lists of an eager step (a decode step has none)."""
+        """Host work: what the blocks of an eager step's prefill take (a decode step has none)."""
         self._tables = step.tables
         if step.host.max_query_len <= 1:
             return
-        lists: dict[tuple[int, int | None], torch.Tensor] = {}
-        for bound in self._layers.values():
-            key = (bound.prefill_tokens, bound.layer.window)
-            if key not in lists:
-                lists[key] = self._tiles(step, *key)
-        step.scratch["cupy.tiles"] = lists
+        self._prefilling.prepare(step)
         step.scratch["cupy.decodes"] = bool((step.host.query_lens == 1).any())
-
-    def _tiles(self, step: Step, size: int, window: int | None) -> torch.Tensor:
-        """int32 [tiles, TILE]: `size` new tokens or fewer each, longest first."""
-        lens, ends = step.host.query_lens.astype(np.int64), step.host.seq_lens.astype(np.int64)
-        starts = np.cumsum(lens) - lens
-        many = np.flatnonzero(lens > 1)
-        counts = -(-lens[many] // size)
-        of = np.repeat(many, counts)
-        nth = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        tiles = np.zeros((of.size, TILE), dtype=np.int32)
-        tiles[:, 0] = starts[of] + nth * size
-        tiles[:, 1] = np.minimum(lens[of] - nth * size, size)
-        tiles[:, 2] = ends[of] - lens[of] + nth * size
-        tiles[:, 3] = step.host.rows[of]
-        tiles[:, 4] = ends[of]
-        work = tiles[:, 2] + tiles[:, 1]
-        if window is not None:
-            work = np.minimum(work, window + size)
-        host = torch.from_numpy(tiles[np.argsort(-work, kind="stable")]).pin_memory()
-        return host.to(self.device, non_blocking=True)
 
     def plan(self, step: Step) -> None:
         """Device work once a step: one work map for each kind of layer. Depends on the step's tensors only. Raises ValueError if there
@@ -198,13 +171,7 @@ class CupyAttention:
             decode.kernel((decode.blocks, 1), decode.args, self.device, early=self._settled and self.capability >= (9, 0))
             self._settled = True
         if prefills:
-            tiles = step.scratch["cupy.tiles"][bound.prefill_tokens, bound.layer.window]
-            self._fill(bound.prefill_args, bound, step, q, out, lse)
-            args, heads = bound.prefill_args, bound.layer.num_kv_heads
-            args.tiles, args.count = tiles.data_ptr(), tiles.shape[0]
-            stays = bound.tile.kernel == "prefill_hopper"  # its blocks take all items; the other has a block for each
-            grid = (min(self._sms, args.count * heads), 1) if stays else (args.count, heads)
-            bound.prefill(grid, args, self.device)
+            self._prefilling.run(bound, step, lambda args: self._fill(args, bound, step, q, out, lse))
         return out
 
     def _fill(

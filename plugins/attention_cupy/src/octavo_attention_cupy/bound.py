@@ -14,14 +14,22 @@ from octavo.interfaces import AttentionLayer, Limits
 
 from octavo_attention_cupy.compiler import load_function
 from octavo_attention_cupy.geometry import PageGeometry
-from octavo_attention_cupy.launch import DecodeArgs, Kernel, PlanArgs, PrefillArgs, PrologueArgs, WriteArgs
+from octavo_attention_cupy.launch import DecodeArgs, Kernel, PlanArgs, PrefillArgs, PrologueArgs, WidenArgs, WriteArgs
 from octavo_attention_cupy.provider import FP8
-from octavo_attention_cupy.tuning import DecodeChoice, PrefillChoice, crowd, decode_choice, prefill_choice
+from octavo_attention_cupy.tuning import (
+    DecodeChoice,
+    PrefillChoice,
+    crowd,
+    decode_choice,
+    hopper_choice,
+    portable_choice,
+    widened_pages,
+)
 
 LOG2E = 1.4426950408889634
 ROW_WORK, BLOCK_WORK = 8, 12
 """int32 values of RowWork and BlockWork (cuda/work.cuh)."""
-PLAN_THREADS, WRITE_THREADS, PROLOGUE_THREADS = 1024, 256, 256
+PLAN_THREADS, WRITE_THREADS, PROLOGUE_THREADS, WIDEN_THREADS = 1024, 256, 256, 256
 
 
 @dataclass(slots=True)
@@ -48,8 +56,28 @@ class Decode:
 
 
 @dataclass(slots=True)
+class Prefill:
+    """A prefill kernel of a layer. tokens: new ones of a tile; stays: its blocks take item after item (see items.py)."""
+
+    kernel: Kernel
+    args: PrefillArgs
+    tokens: int
+    stays: bool
+
+
+@dataclass(slots=True)
+class Widened:
+    """The Hopper kernel for a layer with an FP8 cache, and the kernel that first widens as many as `pages` pages for it."""
+
+    kernel: Kernel
+    args: WidenArgs
+    prefill: Prefill
+    pages: int
+
+
+@dataclass(slots=True)
 class Bound:
-    """One layer. `decodes[False]` serves few rows, `decodes[True]` a crowd."""
+    """One layer. `decodes[False]` serves few rows, `decodes[True]` a crowd; `prefill` serves where `widened` is None or does not."""
 
     layer: AttentionLayer
     group: int
@@ -57,18 +85,12 @@ class Bound:
     cache: torch.Tensor
     sinks: torch.Tensor | None
     decodes: dict[bool, Decode]
-    tile: PrefillChoice
-    prefill: Kernel
+    prefill: Prefill
+    widened: Widened | None
     write: Kernel
     write_args: WriteArgs
-    prefill_args: PrefillArgs
     prologue: Kernel | None  # where K is as wide as V
     prologue_args: PrologueArgs
-
-    @property
-    def prefill_tokens(self) -> int:
-        """New tokens of one prefill tile."""
-        return self.tile.rows // (self.layer.num_heads // self.layer.num_kv_heads)
 
 
 class Binder:
@@ -81,11 +103,11 @@ class Binder:
         dtype: str,
         limits: Limits,
         cache_dir: Path | None,
-        portable: bool,
+        prefill: str,
     ) -> None:
         self.device, self.dtype, self.limits = device, dtype, limits
-        self.cache_dir = cache_dir
-        self.hopper = capability == (9, 0) and not portable
+        self.cache_dir, self.prefill = cache_dir, prefill
+        self.capability = capability
         properties = torch.cuda.get_device_properties(device)
         self.sms: int = properties.multi_processor_count
         self.shared_block: int = properties.shared_memory_per_block_optin
@@ -105,7 +127,8 @@ class Binder:
         return self.kernel("plan", {}, "the work map", PLAN_THREADS)
 
     def bind(self, group: int, layer: AttentionLayer, geometry: PageGeometry, cache: torch.Tensor) -> Bound:
-        """`layer` of KV group number `group`, whose pages are `cache`."""
+        """`layer` of KV group number `group`, whose pages are `cache`. Raises ValueError if the option `prefill` asks for a kernel that
+        cannot serve it."""
         macros = {
             "BF16": self.dtype == "bfloat16",
             "KV_BYTES": geometry.element,
@@ -126,18 +149,55 @@ class Binder:
         stored = {name: common[name] for name in ("cache", "page_bytes", "page", "kv_heads", "v_scale")}
         stored["k_scale"] = layer.k_scale if geometry.dtype in FP8 else 1.0
         softened = macros | {"SOFTCAP": layer.softcap > 0}
-        tile = prefill_choice(**dims, hopper=self.hopper)
         decodes = {}
         for crowded in (False, True):
             choice = decode_choice(**dims, shared_sm=self.shared_sm, crowded=crowded)
             decodes[crowded] = self._decode(group, layer, choice, softened, what, common, geometry.element, crowded)
         return Bound(
-            layer, group, geometry, cache, sinks, decodes, tile,
-            self.kernel(tile.kernel, softened | tile.macros, what, tile.threads, tile.shared),
-            self.kernel("write", macros, what, WRITE_THREADS), WriteArgs(**stored), PrefillArgs(**common, window=layer.window or 0),
+            layer, group, geometry, cache, sinks, decodes, *self._prefills(layer, geometry, softened, what, common),
+            self.kernel("write", macros, what, WRITE_THREADS), WriteArgs(**stored),
             self.kernel("prologue", macros, what, PROLOGUE_THREADS) if layer.k_dim == layer.v_dim else None,
             PrologueArgs(**stored, heads=layer.num_heads),
         )  # fmt: skip
+
+    def _prefills(
+        self, layer: AttentionLayer, geometry: PageGeometry, macros: dict[str, int], what: str, common: dict[str, Any]
+    ) -> tuple[Prefill, Widened | None]:
+        """The kernel that reads the layer's cache, and the one that reads widened pages of it."""
+        dims = {"k_dim": layer.k_dim, "v_dim": layer.v_dim}
+        portable = portable_choice(**dims, element=geometry.element, shared_block=self.shared_block)
+        hopper = hopper_choice(group=layer.num_heads // layer.num_kv_heads, **dims) if self.capability == (9, 0) else None
+        if self.prefill == "hopper" and hopper is None:
+            raise ValueError(f"layer {layer.index}: prefill=hopper needs capability 9.0 and dims of 64 or 128; this is {what}")
+        if self.prefill == "portable" or hopper is None:
+            return self._prefill(layer, portable, macros, what, common), None
+        if geometry.element == 2:
+            return self._prefill(layer, hopper, macros, what, common), None
+        wide = self._prefill(
+            layer,
+            hopper,
+            macros | {"KV_BYTES": 2, "E5M2": 0},
+            f"{what}, widened",
+            common | {"page_bytes": 2 * common["page_bytes"]},
+        )
+        pages = widened_pages(
+            page_values=geometry.elements,
+            page=geometry.page,
+            tokens=max(self.limits.max_model_len, self.limits.max_num_batched_tokens),
+        )
+        kernel = self.kernel("widen", {name: value for name, value in macros.items() if name != "SOFTCAP"}, what, WIDEN_THREADS)
+        args = WidenArgs(**{name: common[name] for name in ("cache", "page_bytes", "page", "kv_heads")})
+        return self._prefill(layer, portable, macros, what, common), Widened(kernel, args, wide, pages)
+
+    def _prefill(
+        self, layer: AttentionLayer, choice: PrefillChoice, macros: dict[str, int], what: str, common: dict[str, Any]
+    ) -> Prefill:
+        return Prefill(
+            self.kernel(choice.kernel, macros | choice.macros, what, choice.threads, choice.shared),
+            PrefillArgs(**common, window=layer.window or 0),
+            choice.rows // (layer.num_heads // layer.num_kv_heads),
+            choice.kernel == "prefill_hopper",
+        )
 
     def _common(
         self, layer: AttentionLayer, geometry: PageGeometry, cache: torch.Tensor, sinks: torch.Tensor | None

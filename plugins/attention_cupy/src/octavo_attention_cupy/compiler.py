@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from octavo_attention_cupy.launch import DecodeArgs, PlanArgs, PrefillArgs, PrologueArgs, WriteArgs
+from octavo_attention_cupy.launch import DecodeArgs, PlanArgs, PrefillArgs, PrologueArgs, WidenArgs, WriteArgs
 
 HEADERS = (
     "decode_heads.cuh",
@@ -37,6 +37,7 @@ ARGUMENTS: dict[str, type[ctypes.Structure]] = {
     "decode": DecodeArgs,
     "prefill": PrefillArgs,
     "prefill_hopper": PrefillArgs,
+    "widen": WidenArgs,
 }
 
 

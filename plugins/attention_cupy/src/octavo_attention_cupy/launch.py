@@ -66,11 +66,20 @@ class PrefillArgs(ctypes.Structure):
     """PrefillArgs of cuda/prefill_args.cuh."""
 
     _fields_ = (
-        *_fields(POINTER, "q out lse cache table tiles sinks"),
+        *_fields(POINTER, "q out lse cache table tiles starts sinks"),
         *_fields(I64, "q_token q_head out_token out_head lse_token table_row page_bytes"),
         *_fields(I32, "page kv_heads group window"),
         *_fields(F32, "scale softcap v_scale"),
-        *_fields(I32, "count"),
+    )
+
+
+class WidenArgs(ctypes.Structure):
+    """WidenArgs of cuda/widen.cu."""
+
+    _fields_ = (
+        *_fields(POINTER, "cache table pages wide"),
+        *_fields(I64, "table_row page_bytes"),
+        *_fields(I32, "page kv_heads"),
     )
 
 

@@ -17,8 +17,10 @@ MAX_DIM, MAX_GROUP = 256, 64
 class CupyOptions(Options):
     """Options of the CUDA attention backend (config key ``plugins.attention.cupy``)."""
 
-    prefill: Literal["auto", "portable"] = Field(
-        "auto", description="Prefill kernel; auto takes wgmma on capability 9.0 for dims 64 and 128."
+    prefill: Literal["auto", "portable", "hopper"] = Field(
+        "auto",
+        description="Prefill kernel; auto takes wgmma on capability 9.0 for dims 64 and 128, over an FP8 cache where chunks are long enough "
+        "to widen its pages first; hopper widens for short ones too, and is an error for other dims and chips.",
     )
     cache_dir: Path | None = Field(
         None, description="Where compiled kernels are kept; default: octavo/cupy under XDG_CACHE_HOME."

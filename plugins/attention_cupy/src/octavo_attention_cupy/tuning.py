@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from octavo.interfaces import StepHost
+
 SHARED_RESERVE = 1024
 """Bytes of shared memory of a multiprocessor that every block costs besides what it asks for."""
 MAX_STAGES = 8
@@ -106,16 +109,17 @@ class PrefillChoice:
     macros: dict[str, int]
 
 
-def prefill_choice(*, group: int, k_dim: int, v_dim: int, element: int, shared_block: int, hopper: bool) -> PrefillChoice:
-    """hopper: capability 9.0. Raises ValueError if no tile of 64 tokens fits in shared memory."""
-    if hopper and k_dim == v_dim and k_dim in (64, 128):
-        # Queries (two sets, or one where FP8 bytes need the room), two tiles of 16-bit K and V, two of bytes; a word a thread, items,
-        # scales of rows, and barriers.
-        fp8 = element == 1
-        sets = 1 if fp8 else 2
-        tiles = sets * 128 * k_dim * 2 + 2 * 128 * (k_dim + v_dim) * (3 if fp8 else 2)
-        shared = tiles + 64 + 1024 + sets * 48 + (512 if fp8 else 8) + 160
-        return PrefillChoice("prefill_hopper", 128, 512 if fp8 else 384, shared, {"GROUP": group, "SHARED_BYTES": shared})
+def hopper_choice(*, group: int, k_dim: int, v_dim: int) -> PrefillChoice | None:
+    """The kernel for capability 9.0, which reads 16-bit pages; None for dims that it is not made for."""
+    if k_dim != v_dim or k_dim not in (64, 128):
+        return None
+    # Two tiles each of queries, K and V; a word a thread that multiplies, items, and barriers.
+    shared = 2 * 128 * (2 * k_dim + v_dim) * 2 + 1024 + 88 + 96
+    return PrefillChoice("prefill_hopper", 128, 384, shared, {"GROUP": group, "SHARED_BYTES": shared})
+
+
+def portable_choice(*, k_dim: int, v_dim: int, element: int, shared_block: int) -> PrefillChoice:
+    """The kernel for every chip. Raises ValueError if no tile of 64 tokens fits in shared memory."""
     most = 2 if max(k_dim, v_dim) <= 128 else 1
     for m_tiles, stages in ((most, 2), (1, 2), (1, 1)):
         rows = 4 * 16 * m_tiles
@@ -125,3 +129,20 @@ def prefill_choice(*, group: int, k_dim: int, v_dim: int, element: int, shared_b
     raise ValueError(
         f"prefill of dims {k_dim} and {v_dim} needs {shared} bytes of shared memory, a block may have {shared_block}"
     )
+
+
+MOST_WIDE_BYTES = 512 << 20
+"""Of the workspace for widened FP8 pages. A row that needs more is read by the portable kernel."""
+PAIRS_WORTH_WIDENING = 1 << 19
+"""Pairs of a new token and one that it may see from which on two kernels are quicker than the portable one."""
+
+
+def widened_pages(*, page_values: int, page: int, tokens: int) -> int:
+    """Pages of the workspace: enough for `tokens`, or what MOST_WIDE_BYTES hold. page_values: of K and V of a page, 2 bytes each."""
+    return min(-(-tokens // page), MOST_WIDE_BYTES // (2 * page_values))
+
+
+def widening_pays(host: StepHost) -> bool:
+    """Whether a step's chunks are long enough: widening takes as long for one new token of a row as for many."""
+    many = host.query_lens > 1
+    return int((host.query_lens[many].astype(np.int64) * host.seq_lens[many]).sum()) >= PAIRS_WORTH_WIDENING

@@ -11,9 +11,9 @@
 
 INTEGERS constexpr int common_power(int n) { return n % 8 == 0 ? 8 : n % 4 == 0 ? 4 : n % 2 == 0 ? 2 : 1; }
 
-// Rows of K or V with `dim` elements.
-template <int dim> struct Rows {
-    static constexpr int BYTES = dim * KV_BYTES;
+// Rows of K or V with `dim` elements of `element` bytes.
+template <int dim, int element = KV_BYTES> struct Rows {
+    static constexpr int BYTES = dim * element;
     static constexpr int CHUNKS = BYTES / 16;
     static constexpr int PANEL = BYTES % 128 == 0 ? 128 : BYTES;
     static constexpr int PANELS = BYTES / PANEL;

@@ -1,14 +1,13 @@
-// Paged prefill on Hopper: caches of dim 64 or 128, 16-bit or FP8.
+// Paged prefill on Hopper: 16-bit pages of dim 64 or 128.
 //
-// A block is one warpgroup that copies, one more that converts if the cache is FP8, and two that multiply, 64 matrix rows each: the
-// scores of the next tile are under way while the softmax of this one is computed, and products with V take their weights from
-// registers. Blocks stay and walk over a list of items.
+// A block is one warpgroup that copies, and two that multiply, 64 matrix rows each: the scores of the next tile are under way while
+// the softmax of this one is computed, and products with V take their weights from registers. Blocks stay and walk over their items.
 //
-// Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM, SOFTCAP, GROUP (query heads a KV head), SHARED_BYTES.
+// Compiled for: BF16, KV_BYTES (2), K_DIM, V_DIM, SOFTCAP, GROUP (query heads a KV head), SHARED_BYTES.
 #include "prefill_hopper_copy.cuh"
 
 constexpr int K_STEPS = K_DIM / 16;
-constexpr int THREADS = FP8 ? 512 : 384;
+constexpr int THREADS = 384;
 
 constexpr float SLACK = 8;  // powers of two by which a row's largest score may exceed its base
 
@@ -18,12 +17,10 @@ struct RowState {
     float base[2];   // what exponents are relative to, in powers of two; -infinity while the row has seen nothing
     float sum[2];    // of this lane's columns only
     float keep[2];   // by how much earlier sums shrink when the base moves
-    float scale[2];  // of scores, where it is the row's own: see `score_scale`
 };
 
-// What a score of row i is multiplied by: with a soft-cap before the cap, else in the exponent.
-DEVICE float score_scale(const PrefillArgs& a, const RowState& row, int i) { return SCALED ? row.scale[i] : a.scale; }
-DEVICE float exponent_scale(const PrefillArgs& a, const RowState& row, int i) { return SOFTCAP ? 1.0f : score_scale(a, row, i); }
+// What scores are multiplied by in the exponent: with a soft-cap they were before the cap.
+DEVICE float exponent_scale(const PrefillArgs& a) { return SOFTCAP ? 1.0f : a.scale; }
 
 DEVICE void issue_scores(float (&s)[64], u64 queries, u64 keys) {
     pin(s);
@@ -31,7 +28,7 @@ DEVICE void issue_scores(float (&s)[64], u64 queries, u64 keys) {
 #pragma unroll
     for (int k = 0; k < K_STEPS; ++k) {
         u32 at = k / 4 * TILE_PANEL + k % 4 * 32;
-        product_shared<BF16_PRODUCT>(s, advance(queries, at), advance(keys, at), k > 0);
+        product_shared<BF16>(s, advance(queries, at), advance(keys, at), k > 0);
     }
     products_commit();
 }
@@ -42,9 +39,16 @@ DEVICE void issue_values(float (&acc)[V_DIM / 2], u32 (&p)[32], u64 values, bool
     products_begin();
 #pragma unroll
     for (int k = 0; k < TOKENS / 16; ++k)
-        product_registers<BF16_PRODUCT>(acc, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], advance(values, k * 16 * PANEL),
+        product_registers<BF16>(acc, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], advance(values, k * 16 * PANEL),
                                         add || k > 0);
     products_commit();
+}
+
+// Of a lane's 32 columns of a row, n * 8 + c with c 0 or 1, those up to `last`, as bits 2n + c. A test of a bit costs a seventh of a
+// comparison: predicates are loaded from bits seven at a time.
+DEVICE u32 columns_to(int last) {
+    int count = 2 * (last >> 3) + min((last & 7) + 1, 2);
+    return (u32)(0xffffffffull >> (32 - min(max(count, 0), 32)));
 }
 
 // Scores as they count: capped, and hidden ones -infinity where a tile has any. Masking is a pass of its own, so that the tiles
@@ -52,17 +56,18 @@ DEVICE void issue_values(float (&acc)[V_DIM / 2], u32 (&p)[32], u64 values, bool
 DEVICE void cap_and_mask(const PrefillArgs& a, float (&s)[64], const RowState& row, int token, bool masked) {
     if (SOFTCAP)
 #pragma unroll
-        for (int n = 0; n < 64; ++n) s[n] = a.softcap * tanh_exact(s[n] * score_scale(a, row, n / 2 % 2));
+        for (int n = 0; n < 64; ++n) s[n] = a.softcap * tanh_exact(s[n] * a.scale);
     if (!masked) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        // Of this lane's columns n * 8 + c, those in (before, last] are visible.
-        int last = row.position[i] - token - 2 * (threadIdx.x % 4), before = a.window > 0 ? last - a.window : -1;
+        int last = row.position[i] - token - 2 * (threadIdx.x % 4);
+        u32 visible = columns_to(last);
+        if (a.window > 0) visible &= ~columns_to(last - a.window);
 #pragma unroll
         for (int n = 0; n < 16; ++n)
 #pragma unroll
             for (int c = 0; c < 2; ++c)
-                if (n * 8 + c > last || n * 8 + c <= before) s[4 * n + 2 * i + c] = NEGATIVE_INFINITY;
+                if (!(visible & 1u << (2 * n + c))) s[4 * n + 2 * i + c] = NEGATIVE_INFINITY;
     }
 }
 
@@ -78,7 +83,7 @@ DEVICE bool softmax(const PrefillArgs& a, float (&s)[64], RowState& row) {
     bool ahead = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        top[i][0] = fmaxf(top[i][0], top[i][1]) * exponent_scale(a, row, i);
+        top[i][0] = fmaxf(top[i][0], top[i][1]) * exponent_scale(a);
         ahead |= top[i][0] > row.base[i] + SLACK;
     }
     bool moved = __any_sync(~0u, ahead);
@@ -100,7 +105,7 @@ DEVICE bool softmax(const PrefillArgs& a, float (&s)[64], RowState& row) {
     for (int n = 0; n < 16; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float e = exp2_fast(s[4 * n + i] * exponent_scale(a, row, i / 2) - base[i / 2]);
+            float e = exp2_fast(s[4 * n + i] * exponent_scale(a) - base[i / 2]);
             s[4 * n + i] = e;
             sum[i / 2][i % 2] += e;
         }
@@ -111,7 +116,7 @@ DEVICE bool softmax(const PrefillArgs& a, float (&s)[64], RowState& row) {
 
 DEVICE void pack_weights(u32 (&p)[32], const float (&s)[64]) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) p[i] = pack<BF16_PRODUCT>(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < 32; ++i) p[i] = pack<BF16>(s[2 * i], s[2 * i + 1]);
 }
 
 // The two warpgroups issue products in turn, so that one multiplies while the other computes weights.
@@ -146,7 +151,7 @@ DEVICE void write_rows(const PrefillArgs& a, const Item& item, RowState& row, co
         float sum = row.sum[i];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        int r = first_row + 8 * i, token = r / GROUP, head = item.head * GROUP + r - token * GROUP;
+        int r = first_row + 8 * i, token = r / GROUP, head = item.tile.head * GROUP + r - token * GROUP;
         bool held = token < item.tile.tokens;
         float base = row.base[i] == NEGATIVE_INFINITY ? 0.0f : row.base[i], keep = 1.0f;
         if (a.sinks && held) {
@@ -175,10 +180,9 @@ DEVICE void arrive_once_a_warp(u32 barrier) {
 }
 
 // What a warpgroup does with an item whose queries have come, before its first tile.
-DEVICE void begin_item(const Item& item, const float* scale, RowState& row, int first_row) {
+DEVICE void begin_item(const Item& item, RowState& row, int first_row) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (SCALED) row.scale[i] = scale[first_row + 8 * i];
         row.position[i] = item.tile.position + (first_row + 8 * i) / GROUP;
         row.base[i] = NEGATIVE_INFINITY, row.sum[i] = 0;
     }
@@ -193,15 +197,14 @@ DEVICE bool weigh(const PrefillArgs& a, const Item& item, float (&s)[64], RowSta
 
 DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
-    int first_row = group * 64 + warp * 16 + g, index = blockIdx.x, items = a.count * a.kv_heads;
+    int first_row = group * 64 + warp * 16 + g, left = a.starts[blockIdx.x + 1] - a.starts[blockIdx.x];
     // Of `shared`, in a register: the compiler would compute it again for every use.
     u32 base = shared_address(&shared);
     asm volatile("" : "+r"(base));
 #define AT(member) (base + (u32)((const u8*)&shared.member - (const u8*)&shared))
     u64 queries = matrix_descriptor(AT(q) + group * 64 * PANEL, 1024, 16), keys = matrix_descriptor(AT(k), 1024, 16);
     u64 values = matrix_descriptor(AT(v), 1024, TILE_PANEL);
-    Turn<Q_STAGES> query;
-    Turn<STAGES> key, value;
+    Turn query, key, value;
     float acc[V_DIM / 2], s[64];
     u32 p[32];
     RowState row;
@@ -232,7 +235,7 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     issue_next_scores(true);
     while (true) {
         Item item = shared.items[query.place];
-        begin_item(item, shared.scale[query.place], row, first_row);
+        begin_item(item, row, first_row);
         int j = item.first;
         products_wait<0>();
         take_scores(j + 1 == item.last);
@@ -256,9 +259,8 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
         }
         // The first scores of the next item are under way while this one's rows are written. After the last item they are those of
         // whatever lies there, and nobody's: a branch around products would serialise all of them.
-        index += gridDim.x;
         query.next();
-        bool more = index < items;
+        bool more = --left > 0;
         take_turn(group);
         issue_next_values(j - 1 > item.first);
         if (more) barrier_wait(AT(q_full) + query.place * 8, query.parity);
@@ -283,16 +285,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_hopper(const __
     wait_for_predecessor();
     release_successor();
     if (threadIdx.x < 128) {
-        give_registers<FP8 ? 48 : 56>();
+        give_registers<56>();
         if (threadIdx.x < 32)
             copy_keys_and_values(a, shared);
         else
             copy_queries(a, shared);
-    } else if (threadIdx.x < 384) {
-        take_registers<FP8 ? 208 : 224>();
-        multiply(a, shared);
     } else {
-        give_registers<48>();
-        convert_keys_and_values(a, shared);
+        take_registers<224>();
+        multiply(a, shared);
     }
 }
