@@ -65,7 +65,7 @@ class ContinuousScheduler:
         self._gate.check(request, tenant, limit, samples)
         now = self._parts.clock()
         self._serial += 1
-        prompt = np.asarray(request.prompt, np.int32)
+        prompt = request.tokens()
         base = request.params.seed if request.params.seed is not None else self._parts.seeds()
         sequences = []
         for sample in range(samples):
@@ -249,17 +249,17 @@ class ContinuousScheduler:
 
     def commit(self, batch: Batch, result: Result) -> list[Event]:
         events: list[Event] = []
-        counts, failed, sampled = result.counts.tolist(), result.failed.tolist(), batch.sample.tolist()
-        for i, sequence in enumerate(self._take(batch)):
-            sequence.in_flight -= sampled[i]
+        columns = (batch.sample.tolist(), result.tokens.tolist(), result.counts.tolist(), result.failed.tolist())
+        for i, (sequence, sampled, tokens, count, failed) in enumerate(zip(self._take(batch), *columns, strict=True)):
+            sequence.in_flight -= sampled
             if sequence.state is State.FINISHED:
                 continue
             if i in result.prompt_logprobs:
                 sequence.keep_prompt_logprobs(int(batch.start[i]) + 1, result.prompt_logprobs[i])
-            if failed[i]:
+            if failed:
                 events.append(self._end(sequence, "error", "the model produced logits that are not finite"))
-            elif counts[i]:
-                events.append(self._append(sequence, result.tokens[i, : counts[i]].tolist(), result.logprobs.get(i)))
+            elif count:
+                events.append(self._append(sequence, tokens[:count], result.logprobs.get(i)))
         return events
 
     def _take(self, batch: Batch) -> list[Sequence]:

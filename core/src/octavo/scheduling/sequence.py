@@ -53,6 +53,13 @@ class Sequence:
     siblings: list[Sequence] = field(default_factory=list)  # samples that wait to be forked from this one
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     parcel: Parcel | None = None  # what it had computed when it was swapped out; only while it waits
+    ends: dict[int, int | None] = field(init=False)  # tokens that end it, with the stop_reason that they give
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.ends = {token: token for token in params.stop_token_ids or ()}
+        if not params.ignore_eos:
+            self.ends |= dict.fromkeys(self.request.eos_token_ids)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -70,28 +77,29 @@ class Sequence:
         self.prompt_logprobs[position : position + len(values)] = values
 
     def append(self, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> Event:
-        """Take sampled tokens up to the one that ends the sequence, drop what comes after it, and tell of them."""
-        event = self.event()
-        params, eos = self.request.params, self.request.eos_token_ids
+        """Take sampled tokens up to the one that ends the sequence, drop what comes after it, and tell of them.
+        Runs for every row of every step."""
+        output, room = self.output, self.limit - len(self.prompt)
+        finish, reason, taken = None, None, 0
         for token in tokens:
-            self.output.append(token)
-            event.tokens.append(token)
-            if len(self.output) >= params.min_tokens:
-                if token in eos and not params.ignore_eos:
-                    event.finish = "stop"
-                elif params.stop_token_ids and token in params.stop_token_ids:
-                    event.finish, event.stop_reason = "stop", token
-            if event.finish is None and self.known >= self.limit:
-                event.finish = "length"
-            if event.finish is not None:
+            output.append(token)
+            taken += 1
+            if token in self.ends and len(output) >= self.request.params.min_tokens:
+                finish, reason = "stop", self.ends[token]
                 break
+            if len(output) >= room:
+                finish = "length"
+                break
+        event = self.event(tokens if taken == len(tokens) else tokens[:taken])
+        if finish is not None:
+            event.finish, event.stop_reason = finish, reason
         if logprobs:
-            event.logprobs = logprobs[: len(event.tokens)]
+            event.logprobs = logprobs[:taken]
         return event
 
-    def event(self) -> Event:
-        """News of this sequence, without tokens; the first one says how it began."""
-        event = Event(self.request.id, self.sample, [])
+    def event(self, tokens: list[int] | None = None) -> Event:
+        """News of this sequence; the first one says how it began."""
+        event = Event(self.request.id, self.sample, [] if tokens is None else tokens)
         if not self.announced:
             self.announced = True
             event.cached_tokens = max(self.cached, 0)
