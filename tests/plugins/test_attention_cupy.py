@@ -80,6 +80,21 @@ def test_a_missing_cupy_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cupy is not installed" in answer.reason
 
 
+def test_the_inventory_says_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import octavo_attention_cupy as package
+
+    module = import_module("octavo_attention_cupy.provider")
+    monkeypatch.setattr(module, "DRIVER", "libno-such-driver.so.1")
+    for spec, reason in ((None, "cupy is not installed"), (object(), "there is no CUDA driver (libno-such-driver.so.1)")):
+        monkeypatch.setattr(module, "find_spec", lambda name, spec=spec: spec)
+        (provider,) = package.register_attention_backends()
+        assert provider.summary.endswith(f"; cannot run here: {reason}")
+        assert provider.name == "cupy"
+    monkeypatch.setattr(module, "DRIVER", None)  # the process itself, which can be opened anywhere
+    (provider,) = package.register_attention_backends()
+    assert provider is module.provider
+
+
 @pytest.mark.usefixtures("cupy_installed")
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_the_shapes_of_the_conformance_suite_are_accepted(kv_dtype: str) -> None:
@@ -305,6 +320,40 @@ def test_an_error_of_the_driver_names_the_kernel_and_its_launch(monkeypatch: pyt
         RuntimeError, match=r"decode of dims 128 and 128: .* 132 x 1 blocks of 256 threads .* CUDA_ERROR_INVALID_VALUE"
     ):
         kernel((132, 1), launch.DecodeArgs(), torch.device("cpu"))
+
+
+def test_an_error_of_loading_names_the_kernel_and_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from octavo_attention_cupy import compiler
+
+    class CUDADriverError(RuntimeError):
+        pass
+
+    def refuse(*args: object) -> None:
+        raise CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.compute_capability = "90"
+
+        def __enter__(self) -> Device:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+    module = SimpleNamespace(load=lambda cubin: None, get_function=lambda name: SimpleNamespace(ptr=1))
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    cuda.Device = Device  # type: ignore[attr-defined]
+    cuda.function = SimpleNamespace(Module=lambda: module)  # type: ignore[attr-defined]
+    cuda.driver = SimpleNamespace(  # type: ignore[attr-defined]
+        CUDADriverError=CUDADriverError, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, funcSetAttribute=refuse
+    )
+    cupy.cuda = cuda  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(compiler, "cached_cubin", lambda *args: b"")
+    with pytest.raises(RuntimeError, match=r"^decode of dims 128 and 128: .* sm_90a with 999 bytes .* CUDA_ERROR_INVALID_VALUE"):
+        compiler.load_function("decode", {}, what="decode of dims 128 and 128", device=0, shared=999, directory=tmp_path)
 
 
 def test_the_stream_is_read_at_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from octavo.catalog import Provider
 from octavo.hookspecs import hookimpl
 
-from octavo_attention_cupy.provider import provider
+from octavo_attention_cupy.provider import missing, provider
 
 
 @hookimpl
 def register_attention_backends() -> list[Provider]:
-    return [provider]
+    lacks = missing()
+    return [replace(provider, summary=f"{provider.summary}; cannot run here: {lacks}") if lacks else provider]

@@ -119,8 +119,9 @@ class Binder:
         """Compiled or found, loaded, and allowed its shared memory."""
         key = (name, *sorted(macros.items()))
         if key not in self._kernels:
-            function = load_function(name, macros, device=self.device.index, shared=shared, directory=self.cache_dir)
-            self._kernels[key] = Kernel(function, f"{name} of {what}", threads, shared)
+            what = f"{name} of {what}"
+            function = load_function(name, macros, what=what, device=self.device.index, shared=shared, directory=self.cache_dir)
+            self._kernels[key] = Kernel(function, what, threads, shared)
         return self._kernels[key]
 
     def plan(self) -> Kernel:

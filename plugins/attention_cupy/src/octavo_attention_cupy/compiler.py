@@ -111,16 +111,22 @@ def cached_cubin(name: str, arch: str, macros: Mapping[str, int], directory: Pat
     return cubin
 
 
-def load_function(name: str, macros: Mapping[str, int], *, device: int, shared: int, directory: Path | None) -> Any:
+def load_function(name: str, macros: Mapping[str, int], *, what: str, device: int, shared: int, directory: Path | None) -> Any:
     """The kernel `name` of cuda/<name>.cu, loaded on CUDA device number `device`: a cupy Function, allowed `shared` bytes
-    of dynamic shared memory."""
+    of dynamic shared memory. what: kernel and shape, for errors. Raises CompileError, and RuntimeError if the driver refuses."""
     import cupy
     from cupy.cuda import driver, function
 
     with cupy.cuda.Device(device) as here:
         arch = architecture(here.compute_capability)
-        module = function.Module()
-        module.load(cached_cubin(name, arch, macros, directory or default_cache_dir()))
-        loaded = module.get_function(name)
-        driver.funcSetAttribute(loaded.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        cubin = cached_cubin(name, arch, macros, directory or default_cache_dir())
+        try:
+            module = function.Module()
+            module.load(cubin)
+            loaded = module.get_function(name)
+            driver.funcSetAttribute(loaded.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        except driver.CUDADriverError as error:
+            raise RuntimeError(
+                f"{what}: the driver refused to load it for {arch} with {shared} bytes of shared memory: {error}"
+            ) from error
     return loaded

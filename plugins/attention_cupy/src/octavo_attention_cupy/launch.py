@@ -7,10 +7,11 @@ under any torch stream, capture included, goes where torch's own would. Allocate
 from __future__ import annotations
 
 import ctypes
-import sys
 from typing import Any
 
 import torch
+
+from octavo_attention_cupy.provider import DRIVER
 
 POINTER, I64, I32, F32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -134,7 +135,7 @@ class Kernel:
 
 
 def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    driver = ctypes.CDLL(DRIVER)
     driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     driver.cuLaunchKernelEx.restype = ctypes.c_int
     return driver

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +11,7 @@ from typing import Any, Literal
 from octavo.catalog import Accept, Needs, Options, Provider, Reject
 from pydantic import Field
 
+DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 DTYPES = ("bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 MAX_DIM, MAX_GROUP = 256, 64
@@ -25,6 +28,17 @@ class CupyOptions(Options):
     cache_dir: Path | None = Field(
         None, description="Where compiled kernels are kept; default: octavo/cupy under XDG_CACHE_HOME."
     )
+
+
+def missing() -> str:
+    """What this machine lacks, for the inventory; empty where kernels can be compiled and launched. Initialises no device."""
+    if find_spec("cupy") is None:
+        return "cupy is not installed"
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return f"there is no CUDA driver ({DRIVER})"
+    return ""
 
 
 def accepts(needs: Needs, options: Any) -> Accept | Reject:
