@@ -15,15 +15,21 @@ from torch import Tensor
 
 from octavo.engine.sharing import PrefixSharing
 from octavo.interfaces import KVGroup, Limits, Step, StepHost
-from octavo.request import Batch, TableUpdate
-from octavo.transfer import copy_into, to_device
+from octavo.request import Admission, Batch, TableUpdate
+from octavo.transfer import to_device
+
+ALIGNED = 64
+"""Each part of the state table begins at a multiple of so many words (256 bytes), as if it were allocated by itself."""
 
 
 class StateTable:
     """tokens int32 [max_num_seqs + 1, max_model_len + 1]; tables per group int32 [max_num_seqs + 1, columns];
     bound int64 [max_num_seqs + 1] (length bound of each sequence, for dynamic RoPE). The last row is
     `scratch_row`: it belongs to no sequence, and its tables name only the pool's scratch page. fused: the
-    operator "decode_inputs", where somebody offers it."""
+    operator "decode_inputs", where somebody offers it.
+
+    All of them are views of one piece of memory, so that whatever a step changes in them, however many sequences it
+    admits, goes to the device as one list of (place, value): a copy and a scatter."""
 
     def __init__(
         self,
@@ -39,31 +45,48 @@ class StateTable:
         self._block_sizes = [g.block_size for g in groups]
         self.scratch_row = limits.max_num_seqs
         self.sharing = PrefixSharing(groups, rows, limits.max_model_len)
-        self.tokens = torch.zeros((rows, limits.max_model_len + 1), dtype=torch.int32, device=device)
-        self.bound = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.tables = tuple(
-            torch.zeros((rows, -(-limits.max_model_len // g.block_size)), dtype=torch.int32, device=device) for g in groups
-        )
+        widths = [limits.max_model_len + 1, 2, *(-(-limits.max_model_len // size) for size in self._block_sizes)]
+        # Where tokens, bound (two words a row) and each table begin.
+        starts = np.cumsum([0, *(-(-rows * width // ALIGNED) * ALIGNED for width in widths)]).tolist()
+        self._words = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        parts = [self._words[at : at + rows * width].view(rows, width) for at, width in zip(starts, widths, strict=False)]
+        self.tokens, self.bound, self.tables = parts[0], parts[1].view(torch.int64).view(rows), tuple(parts[2:])
+        self._widths, self._starts = widths, starts
+        self._count = np.arange(widths[0])
         for table in self.tables:
             table[self.scratch_row] = scratch_page
 
     def apply(self, batch: Batch) -> None:
         """Take in admissions and block-table changes."""
-        for admission in batch.admissions:
-            copy_into(self.tokens[admission.slot, : len(admission.tokens)], admission.tokens)
-            self.bound[admission.slot] = admission.rope_tokens
-        self.update(batch.tables)
+        self._change(batch.admissions, batch.tables)
 
     def update(self, tables: Sequence[TableUpdate]) -> None:
         """Take in changes of the block tables alone."""
+        self._change((), tables)
+
+    def _change(self, admissions: Sequence[Admission], tables: Sequence[TableUpdate]) -> None:
         self.sharing.update(tables)
+        count = sum(len(a.tokens) + 2 for a in admissions) + sum(len(u.rows) for u in tables)
+        if not count:
+            return
+        packed = np.empty(3 * count, np.int32)
+        places, values = packed[: 2 * count].view(np.int64), packed[2 * count :]
+        end = 0
+        for admission in admissions:
+            at, end = end, end + len(admission.tokens)
+            np.add(self._count[: end - at], admission.slot * self._widths[0], out=places[at:end])
+            values[at:end] = admission.tokens
+            at, end = end, end + 2
+            places[at:end] = self._starts[1] + 2 * admission.slot + self._count[:2]
+            values[at:end] = np.array([admission.rope_tokens]).view(np.int32)
         for update in tables:
-            table, count = self.tables[update.group], len(update.rows)
-            packed = np.empty(3 * count, np.int32)  # places as int64, then blocks: one copy
-            packed[: 2 * count].view(np.int64)[:] = update.rows.astype(np.int64) * table.shape[1] + update.cols
-            packed[2 * count :] = update.blocks
-            sent = self.send(packed)
-            table.view(-1).scatter_(0, sent[: 2 * count].view(torch.int64), sent[2 * count :])
+            at, end = end, end + len(update.rows)
+            np.multiply(update.rows, self._widths[2 + update.group], out=places[at:end], dtype=np.int64)
+            places[at:end] += update.cols
+            places[at:end] += self._starts[2 + update.group]
+            values[at:end] = update.blocks
+        sent = self.send(packed)
+        self._words.scatter_(0, sent[: 2 * count].view(torch.int64), sent[2 * count :])
 
     def decode_step(
         self, rows: Tensor, positions: Tensor, query_start: Tensor, index: Tensor, host: StepHost

@@ -56,12 +56,13 @@ def token_rows(batch: Batch, *, split: bool) -> TokenRows | None:
         return TokenRows(batch.slots.astype(np.int64), batch.start.astype(np.int64), len(new))
     if not split or (new < 1).any() or batch.num_tokens > MOST_TOKENS:
         return None
-    ends, new = np.cumsum(new, dtype=np.int64), new.astype(np.int64)
-    positions = np.arange(ends[-1]) + np.repeat(batch.start.astype(np.int64) + new - ends, new)
+    start, new = batch.start.astype(np.int64), new.astype(np.int64)
+    ends = new.cumsum()
     last = ends[batch.sample] - 1
-    others = np.ones(len(positions), bool)
+    others = np.ones(batch.num_tokens, bool)
     others[last] = False
-    order = np.concatenate([last, np.flatnonzero(others)])
+    order = np.concatenate([last, others.nonzero()[0]])
+    row = np.arange(len(new)).repeat(new)[order]
     # A row with n new tokens up to position e reads about e tokens n times instead of once.
-    again = int(((new - 1) * (batch.start + new)).sum())
-    return TokenRows(np.repeat(batch.slots.astype(np.int64), new)[order], positions[order], len(last), True, again)
+    again = int(((new - 1) * (start + new)).sum())
+    return TokenRows(batch.slots.astype(np.int64)[row], order + (start + new - ends)[row], len(last), True, again)
