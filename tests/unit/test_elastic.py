@@ -97,6 +97,15 @@ class Driver:
         self.released: set[int] = set()
         self.mapped: dict[int, tuple[int, int]] = {}  # address -> size, handle
         self.accessible: set[int] = set()
+        self.touched: set[int] = set()  # addresses that work in flight may touch
+
+    def launch(self) -> None:
+        self.touched = set(self.mapped)
+
+    def synchronize(self, device: torch.device) -> None:
+        """torch.cuda.synchronize: the device has done all that was submitted."""
+        assert device == torch.device("cuda", 0)
+        self.touched = set()
 
     @staticmethod
     def CUmemAllocationProp() -> Any:
@@ -142,6 +151,7 @@ class Driver:
         return (OK,)
 
     def cuMemUnmap(self, address: int, size: int) -> tuple[int]:
+        assert address not in self.touched, "unmapped under work in flight"
         assert self.mapped[address][0] == size
         _, handle = self.mapped.pop(address)
         self.accessible.discard(address)
@@ -174,6 +184,7 @@ class Driver:
 
 def cuda_memory(monkeypatch: pytest.MonkeyPatch, driver: Driver, tensors: int, capacity: int, page: int) -> CudaMemory:
     monkeypatch.setattr(elastic.torch, "as_tensor", lambda array, device: array)
+    monkeypatch.setattr(elastic.torch.cuda, "synchronize", driver.synchronize)
     return CudaMemory(tensors, capacity, page, torch.device("cuda", 0), driver)
 
 
@@ -205,3 +216,22 @@ def test_a_growth_that_finds_no_memory_half_way_is_undone(monkeypatch: pytest.Mo
         memory.resize(4000)
     assert driver.mapped == before
     memory.resize(600)
+
+
+def test_nothing_is_unmapped_under_work_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a shrink, nor by a growth that is undone, nor when the pool goes."""
+    driver = Driver(limit=64 << 20)
+    memory = cuda_memory(monkeypatch, driver, 2, 4000, 64 << 10)
+    memory.resize(200)
+    driver.launch()
+    memory.resize(200)
+    assert driver.touched, "a size that stays waits for nothing"
+    memory.resize(300)
+    assert driver.touched, "nor does a growth"
+    memory.resize(50)
+    driver.launch()
+    with pytest.raises(MemoryError):
+        memory.resize(4000)
+    driver.launch()
+    del memory
+    assert (driver.sizes, driver.mapped, driver.ranges) == ({}, {}, {})

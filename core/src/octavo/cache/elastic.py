@@ -2,8 +2,8 @@
 
 Owns addresses and the memory behind them. The base address never changes, so captured graphs and
 kernels' arguments stay right while the pool grows and shrinks. Never decides how large the pool
-is, and never looks at what is in a page: whoever shrinks has moved what lives off the tail and has waited
-until nothing in flight reads it.
+is, and never looks at what is in a page: whoever shrinks has moved what lives off the tail. On a GPU nothing is
+unmapped before the device has done all that was submitted: what is in flight may still read it.
 
     [ pieces that are mapped ............ | pieces that are not ......... | scratch ]
      0                                     num_blocks                      capacity
@@ -16,6 +16,7 @@ madvise.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import weakref
@@ -39,7 +40,8 @@ class Memory(Protocol):
 
     def resize(self, pages: int) -> None:
         """Have memory behind the first `pages` pages and the scratch page, and behind nothing else (to the
-        granularity of the system). New pages are zeros. MemoryError, with nothing changed, if there is none."""
+        granularity of the system). New pages are zeros. MemoryError, with nothing changed, if there is none. Waits for
+        the device before memory goes."""
 
 
 def reserve(tensors: int, capacity: int, page_bytes: int, device: torch.device) -> Memory:
@@ -100,7 +102,7 @@ class CudaMemory:
         self.resize(1)  # torch asks the driver whose the first address is
         shape = ((self.capacity + 1) * page_bytes,)
         self.tensors = tuple(torch.as_tensor(_Array(base, shape), device=device) for base in self._bases)
-        weakref.finalize(self, _free, self._driver, self._bases, self._pieces, self._piece, whole, scratch)
+        weakref.finalize(self, _free, self._driver, device, self._bases, self._pieces, self._piece, whole, scratch)
 
     def resize(self, pages: int) -> None:
         wanted = -(-pages * self._page_bytes // self._piece)
@@ -114,6 +116,8 @@ class CudaMemory:
                 raise
 
     def _shrink(self, pieces: int) -> None:
+        if len(self._pieces) > pieces:
+            torch.cuda.synchronize(self._device)  # unmapping does not wait
         while len(self._pieces) > pieces:
             offset, size = self._span(len(self._pieces) - 1)
             for base, handle in zip(self._bases, self._pieces.pop(), strict=True):
@@ -164,8 +168,12 @@ class _Array:
         self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _free(driver: Any, bases: list[int], pieces: list[list[Any]], piece: int, whole: int, scratch: int) -> None:
+def _free(
+    driver: Any, device: torch.device, bases: list[int], pieces: list[list[Any]], piece: int, whole: int, scratch: int
+) -> None:
     """Give everything back. Statuses are ignored: at the end of a process the driver may be gone already."""
+    with contextlib.suppress(Exception):
+        torch.cuda.synchronize(device)
     mapped = min(whole, len(pieces) * piece)
     for base in bases:
         for offset in range(0, mapped, piece):

@@ -216,8 +216,8 @@ class Pool:
         return len(self._memory) * (self.num_blocks + 1) * self.groups[0].page_bytes
 
     def resize(self, num_blocks: int) -> None:
-        """Have memory for that many blocks. Nothing that is in flight may touch what goes away. MemoryError, with
-        nothing changed, if the device has none for the growth; ConfigError if the pool was built to stay."""
+        """Have memory for that many blocks. What is submitted from now on may not touch what goes away; what was is waited for.
+        MemoryError, with nothing changed, if the device has none for the growth; ConfigError if the pool was built to stay."""
         if self._elastic is None or not 1 <= num_blocks <= self.capacity:
             raise ConfigError(f"a pool of {self.num_blocks} blocks (at most {self.capacity}) cannot be made {num_blocks}")
         self._elastic.resize(num_blocks)

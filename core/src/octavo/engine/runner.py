@@ -113,8 +113,6 @@ class ModelRunner:
         self._copy(copies)
         self._state.update(tables)
         if num_blocks < pool.num_blocks:
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
             pool.resize(num_blocks)
 
     def _copy(self, copies: Sequence[Copies]) -> None:
