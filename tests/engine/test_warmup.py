@@ -12,8 +12,8 @@ import pytest
 from octavo import AsyncLLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine import warmup
-from octavo.engine.async_llm import TOTALS
 from octavo.engine.models import ModelTable
+from octavo.engine.totals import TOTALS
 from octavo.engine.warmup import WARM_ROWS, _ids, warm_up
 from octavo.errors import EngineDead
 

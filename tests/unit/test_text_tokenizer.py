@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from octavo.config import EngineConfig
 from octavo.errors import RequestError
+from octavo.model.source import ModelSource
+from octavo.model.tokenizer_files import fingerprint
 from octavo.text.tokenizer import Tokenizer
 
 from tests.unit import tiny_tokenizers as tiny
@@ -191,3 +197,53 @@ def test_the_demo_models_tokenizer_decodes_its_own_encoding(demo_path: object) -
     ids = tokenizer.encode(text)
     stream = tokenizer.stream(())
     assert "".join([stream.push(token) for token in ids]) + stream.flush() == text == tokenizer.decode(ids)
+
+
+# ---------------------------------------------------------------- one tokenizer for equal files
+
+
+def folder(at: Path, kind: str = "byte_level", **settings: str) -> Path:
+    at.mkdir()
+    tiny.ALL[kind]().save(str(at / "tokenizer.json"))
+    (at / "tokenizer_config.json").write_text(json.dumps(settings))
+    return at
+
+
+def resolved(at: Path) -> ModelSource:
+    return ModelSource("folder", at, at.name, {})
+
+
+def test_models_with_equal_files_share_one_tokenizer_while_it_is_used_and_others_do_not(tmp_path: Path) -> None:
+    plain = EngineConfig(model="m")
+    first = Tokenizer.from_source(resolved(folder(tmp_path / "v1")), plain)
+    assert Tokenizer.from_source(resolved(folder(tmp_path / "v2")), plain) is first
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    others = [
+        Tokenizer.from_source(resolved(folder(tmp_path / "chat", chat_template="x")), plain),
+        Tokenizer.from_source(resolved(folder(tmp_path / "words", "sentencepiece")), plain),
+        Tokenizer.from_source(resolved(tmp_path / "v1"), EngineConfig(model="m", chat_template=str(template))),
+    ]
+    assert len({id(one) for one in (first, *others)}) == 4
+    (tmp_path / "v1" / "chat_template.jinja").write_text("changed on the disk")
+    assert Tokenizer.from_source(resolved(tmp_path / "v1"), plain).chat_template == "changed on the disk"
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
+
+
+def test_a_gguf_file_that_was_written_anew_is_read_anew(demo_path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "m.gguf"
+    copy.symlink_to(demo_path)
+    before = fingerprint(copy)
+    assert before == fingerprint(demo_path)
+    copy.unlink()
+    copy.write_bytes(b"GGUF")
+    assert fingerprint(copy) != before
+
+
+def test_nothing_is_left_to_make_for_the_first_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make("byte_level")
+    tokenizer.prepare()
+    monkeypatch.setattr("octavo.text.tokenizer._PlainEncoder", None)
+    assert tokenizer.encode_trusted("abc", ()) == tokenizer.encode("abc", add_special=False)

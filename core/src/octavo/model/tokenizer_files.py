@@ -6,6 +6,7 @@ no template and runs no code from a checkpoint. Must never import torch or trans
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from octavo.model.source import ModelSource
 
 log = logging.getLogger(__name__)
+
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,27 @@ def load_tokenizer_files(source: ModelSource | str | Path) -> TokenizerFiles:
 
     LoadError, naming the file, if there is no tokenizer.json or if a file is damaged.
     """
-    path = Path(source) if isinstance(source, (str, Path)) else source.text_path or source.path
+    path = _text_path(source)
     return _from_gguf(path) if path.is_file() else _from_folder(path)
+
+
+def fingerprint(source: ModelSource | str | Path) -> tuple[str, ...]:
+    """Equal for two sources only if `load_tokenizer_files` finds the same in both: the digests of a folder's files, or which GGUF
+    file it is and when it was written. LoadError for a file that cannot be read."""
+    path = _text_path(source)
+    try:
+        if path.is_file():
+            state = path.stat()
+            return ("gguf", str(path.resolve()), str(state.st_size), str(state.st_mtime_ns))
+        more = sorted((path / MORE_TEMPLATES).glob("*.jinja"))
+        files = [f for f in (path / TOKENIZER, path / SETTINGS, path / TEMPLATE, *more) if f.is_file()]
+        return tuple(f"{f.relative_to(path)} {hashlib.sha256(f.read_bytes()).hexdigest()}" for f in files)
+    except OSError as error:
+        raise LoadError(f"{path}: the tokenizer's files cannot be read: {error}") from error
+
+
+def _text_path(source: ModelSource | str | Path) -> Path:
+    return Path(source) if isinstance(source, (str, Path)) else source.text_path or source.path
 
 
 def _from_gguf(path: Path) -> TokenizerFiles:
@@ -97,7 +120,7 @@ def _from_gguf(path: Path) -> TokenizerFiles:
 def _from_folder(folder: Path) -> TokenizerFiles:
     from tokenizers import AddedToken, Tokenizer
 
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER
     if not path.is_file():
         old = [n for n in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / n).is_file()]
         hint = f" It has {old[0]}: save the tokenizer once with transformers' save_pretrained." if old else ""
@@ -106,7 +129,7 @@ def _from_folder(folder: Path) -> TokenizerFiles:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises a bare Exception
         raise LoadError(f"{path}: not a tokenizer: {error}") from error
-    settings = folder / "tokenizer_config.json"
+    settings = folder / SETTINGS
     config = read_json(settings) if settings.exists() else {}
 
     texts = {name: _token_text(config, name, settings) for name in ("bos_token", "eos_token", "pad_token")}
@@ -150,7 +173,7 @@ def _token_text(config: dict[str, Any], name: str, path: Path) -> str:
 def _templates(folder: Path, config: dict[str, Any], path: Path) -> dict[str, str]:
     """chat_template.jinja and additional_chat_templates/*.jinja if the first exists, else tokenizer_config.json's
     `chat_template`, a string or a list of {name, template}."""
-    main, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
+    main, more = folder / TEMPLATE, folder / MORE_TEMPLATES
     templates: dict[str, str] = {}
     try:
         if main.is_file():
@@ -177,7 +200,7 @@ def _templates(folder: Path, config: dict[str, Any], path: Path) -> dict[str, st
 
 def tokenizer_eos_ids(path: Path) -> tuple[int, ...]:
     """The end-of-sequence ids by the tokenizer's files alone, without building the tokenizer; () if unknown."""
-    settings, words = path / "tokenizer_config.json", path / "tokenizer.json"
+    settings, words = path / SETTINGS, path / TOKENIZER
     if not settings.is_file() or not words.is_file():
         return ()
     text = _token_text(read_json(settings), "eos_token", settings)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from octavo.errors import LoadError, RequestError
 from octavo.text.detokenizer import Detokenizer, Pieces, pieces_of
@@ -54,12 +55,21 @@ class Tokenizer:
     @classmethod
     def from_source(cls, source: ModelSource, config: EngineConfig) -> Tokenizer:
         """The tokenizer of a resolved model, or the one that --tokenizer names, with --chat-template if given.
-        LoadError names the file that is wrong."""
+        LoadError names the file that is wrong.
+
+        Sources with the same files share one tokenizer while somebody uses it: to make one holds the interpreter's lock
+        for a fifth of a second, and a server that replaces a model by its next version has others to serve meanwhile."""
         from octavo.model.source import locate
-        from octavo.model.tokenizer_files import load_tokenizer_files
+        from octavo.model.tokenizer_files import fingerprint, load_tokenizer_files
 
         where = source if config.tokenizer is None else locate(config.tokenizer, weights=False)[0]
-        return cls(load_tokenizer_files(where), None if config.chat_template is None else _read_template(config.chat_template))
+        template = None if config.chat_template is None else _read_template(config.chat_template)
+        key = (*fingerprint(where), template)
+        with _MAKING:
+            known = _KNOWN.get(key)
+            if known is None:
+                known = _KNOWN[key] = cls(load_tokenizer_files(where), template)
+        return known
 
     @classmethod
     def from_path(cls, path: str | Path) -> Tokenizer:
@@ -101,6 +111,10 @@ class Tokenizer:
     def id_of(self, text: str) -> int | None:
         """The id of exactly this piece or special token."""
         return self.backend.token_to_id(text)
+
+    def prepare(self) -> None:
+        """Make what the first conversation would make: a copy, and for as long as it takes no other thread runs."""
+        self._encoder()
 
     def _encoder(self) -> _PlainEncoder:
         with self._lock:
@@ -171,6 +185,10 @@ class _PlainEncoder:
                 code="invalid_value",
             )
         return ids
+
+
+_KNOWN: WeakValueDictionary[tuple[str | None, ...], Tokenizer] = WeakValueDictionary()
+_MAKING = threading.Lock()
 
 
 def _ids(backend: Backend, text: str) -> list[int]:
