@@ -51,6 +51,24 @@ def test_a_plan_explains_every_kind_and_every_value_as_plain_data(tiny: Path) ->
     assert set(told["values"]) >= {"device", "threads", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "num_blocks"}
 
 
+def test_memory_that_the_attention_backend_announces_is_part_of_the_workspace(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from octavo.attention.torch_backend import TorchAttention
+
+    seen: list[tuple[Any, ...]] = []
+
+    def workspace_bytes(self: TorchAttention, *asked: Any) -> int:
+        seen.append(asked)
+        return 3 << 20
+
+    without = plan(tiny, attention_backend="torch").sizing.workspace_bytes
+    monkeypatch.setattr(TorchAttention, "workspace_bytes", workspace_bytes, raising=False)
+    made = plan(tiny, attention_backend="torch")
+    assert made.sizing.workspace_bytes == without + (3 << 20)
+    assert seen == [(made.groups, made.facts.layers, made.limits)]
+
+
 def test_the_engine_is_built_from_the_very_plan_that_is_explained(tiny: Path) -> None:
     from octavo.engine.build import build_from_plan
 

@@ -17,7 +17,7 @@ sys.path.extend(str(p / "src") for p in (Path(__file__).parents[2] / "plugins").
 
 from octavo.bench.kernel import cuda_device
 from octavo.catalog import Device
-from octavo.interfaces import Activation, Linear, OperatorParts
+from octavo.interfaces import Activation, AttentionLayer, AttentionParts, BoundGroup, KVGroup, Limits, Linear, OperatorParts
 from octavo.testing.bare_model import DictWeights
 from octavo.testing.quantizer import QuantizerSuite, QuantizerTarget
 from octavo_quant_fp8 import fused, numerics, operators, products
@@ -251,6 +251,38 @@ def test_counters_of_split_sums_are_left_at_zero() -> None:
     for m in (1, 16, 64):
         made(Activation(*numerics.quantise_rows(torch.randn(m, 14336))))
     assert all(not scratch.counts.any() for scratch in products._scratch.values())
+
+
+@pytest.mark.parametrize("name", ["triton", "cupy"])
+@pytest.mark.parametrize(("length", "mebibytes"), [(4096, 16), (1 << 20, 512)])
+def test_the_memory_plan_knows_what_widened_pages_of_an_fp8_cache_take(name: str, length: int, mebibytes: int) -> None:
+    """Prompts over an FP8 cache are read from a workspace of 16-bit pages, which holds as many tokens as a step may see, up to a bound."""
+    if DEVICE.capability != (9, 0):
+        pytest.skip("only the Hopper kernel reads widened pages")
+    parts = AttentionParts(DEVICE, "bfloat16")
+    backend: Any
+    if name == "cupy":
+        pytest.importorskip("cupy")
+        from octavo_attention_cupy.backend import CupyAttention
+        from octavo_attention_cupy.provider import CupyOptions
+
+        backend = CupyAttention(CupyOptions(), parts)
+    else:
+        from octavo_attention_triton.backend import TritonAttention
+        from octavo_attention_triton.provider import TritonOptions
+
+        backend = TritonAttention(TritonOptions(), parts)
+    layer, limits = AttentionLayer(0, 32, 8, 128, 128, 0.1), Limits(4, 2048, length)
+    spec = layer.kv_spec("float8_e4m3fn")
+    layout = backend.layout(spec, 64)
+    group = KVGroup(0, spec, (0,), 64, layout.page_bytes)
+    cache = torch.zeros(2, *layout.page_shape, dtype=torch.float8_e4m3fn, device="cuda")
+    planned = backend.workspace_bytes([group], [layer], limits)
+    before = torch.cuda.memory_allocated()
+    backend.bind([BoundGroup(group, layout, (layer,), (cache,))], limits)
+    taken = torch.cuda.memory_allocated() - before
+    assert planned == mebibytes << 20
+    assert planned <= taken <= planned + (64 << 20), "besides small lists"
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8_e4m3"}, {"activations": "none"}])

@@ -174,6 +174,8 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         weights -= linear_parameters(facts, source.config) * (item - smaller)
     workspace = workspace_bytes(facts, source.config, limits, device, item)
     workspace += staging_bytes(config, device)
+    if planned := getattr(backend, "workspace_bytes", None):  # interfaces.PlannedWorkspace
+        workspace += planned(groups, facts.layers, limits)
     sizing = size_pool(config, device, groups, limits, weight_bytes=weights, workspace=workspace)
     why["num_blocks"] = sizing.reason
     elastic = pool_range(config, device, sizing)

@@ -18,6 +18,7 @@ from octavo.interfaces.attention import (
     AttentionParts,
     BoundGroup,
     FusedPrologue,
+    PlannedWorkspace,
     SparseBackend,
     StepVariants,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "ModelParts",
     "OperatorParts",
     "Operators",
+    "PlannedWorkspace",
     "Quantize",
     "QuantizeTask",
     "Quantized",

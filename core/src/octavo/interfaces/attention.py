@@ -115,6 +115,13 @@ class StepVariants(Protocol):
         of the same kind before each replay."""
 
 
+class PlannedWorkspace(Protocol):
+    """What an AttentionBackend may also offer, so that the memory plan leaves room for what `bind` takes besides small lists."""
+
+    def workspace_bytes(self, groups: Sequence[KVGroup], layers: Sequence[AttentionLayer], limits: Limits) -> int:
+        """Bytes that `bind` will allocate. layers: by their index, without tensors."""
+
+
 class FusedPrologue(Protocol):
     """What an AttentionBackend may also offer, since the layout that keys are stored in is its own."""
 

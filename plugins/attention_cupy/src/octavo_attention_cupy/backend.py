@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step
+from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVGroup, KVSpec, Limits, Step
 
-from octavo_attention_cupy.bound import PROLOGUE_THREADS, WRITE_THREADS, Binder, Bound, WorkMap
+from octavo_attention_cupy.bound import PROLOGUE_THREADS, WRITE_THREADS, Binder, Bound, WorkMap, workspace_bytes
 from octavo_attention_cupy.geometry import PageGeometry
 from octavo_attention_cupy.launch import DecodeArgs, PrefillArgs
 from octavo_attention_cupy.prefilling import Prefilling
@@ -46,6 +46,19 @@ class CupyAttention:
     def layout(self, spec: KVSpec, block_size: int) -> CacheLayout:
         """See `PageGeometry`. Raises ValueError for a spec that has no paged K and V, or dims that no kernel reads."""
         return PageGeometry.of(spec, block_size).layout()
+
+    def workspace_bytes(self, groups: Sequence[KVGroup], layers: Sequence[AttentionLayer], limits: Limits) -> int:
+        """What `bind` takes for widened pages of an FP8 cache: up to 512 MiB."""
+        return max(
+            (
+                workspace_bytes(
+                    layers[i], PageGeometry.of(group.spec, group.block_size), limits, self.capability, self.options.prefill
+                )
+                for group in groups
+                for i in group.layers
+            ),
+            default=0,
+        )
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
         """Take the caches; compile and load kernels; allocate work maps and the partial sums of split rows (float32)."""

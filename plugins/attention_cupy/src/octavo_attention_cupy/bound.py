@@ -93,6 +93,22 @@ class Bound:
     prologue_args: PrologueArgs
 
 
+def _widened_pages(geometry: PageGeometry, limits: Limits) -> int:
+    tokens = max(limits.max_model_len, limits.max_num_batched_tokens)
+    return widened_pages(page_values=geometry.elements, page=geometry.page, tokens=tokens)
+
+
+def workspace_bytes(
+    layer: AttentionLayer, geometry: PageGeometry, limits: Limits, capability: tuple[int, int], prefill: str
+) -> int:
+    """What a layer's widened pages take, in bytes, as `Binder` has it: none but for FP8 that the Hopper kernel prefills."""
+    group = layer.num_heads // layer.num_kv_heads
+    hopper = capability == (9, 0) and hopper_choice(group=group, k_dim=layer.k_dim, v_dim=layer.v_dim) is not None
+    if not hopper or prefill == "portable" or geometry.element == 2:
+        return 0
+    return _widened_pages(geometry, limits) * 2 * geometry.elements
+
+
 class Binder:
     """Makes `Bound`s on one device. Kernels and work maps that layers have in common are made once."""
 
@@ -181,11 +197,7 @@ class Binder:
             f"{what}, widened",
             common | {"page_bytes": 2 * common["page_bytes"]},
         )
-        pages = widened_pages(
-            page_values=geometry.elements,
-            page=geometry.page,
-            tokens=max(self.limits.max_model_len, self.limits.max_num_batched_tokens),
-        )
+        pages = _widened_pages(geometry, self.limits)
         kernel = self.kernel("widen", {name: value for name, value in macros.items() if name != "SOFTCAP"}, what, WIDEN_THREADS)
         args = WidenArgs(**{name: common[name] for name in ("cache", "page_bytes", "page", "kv_heads")})
         return self._prefill(layer, portable, macros, what, common), Widened(kernel, args, wide, pages)
@@ -231,7 +243,7 @@ class Binder:
     ) -> Decode:
         kernel = self.kernel("decode", macros | choice.macros(), what, choice.warps * 32, choice.shared)
         pieces = -(-layer.num_heads // layer.num_kv_heads // choice.heads)
-        segments, blocks = layer.num_kv_heads * pieces, self.sms * choice.blocks * choice.waves
+        segments, blocks = layer.num_kv_heads * pieces, self.sms * choice.blocks
         work = self._work(
             (group, layer.window or 0, segments, choice.unit, blocks),
             self.sms * crowd(k_dim=layer.k_dim, v_dim=layer.v_dim, element=element),

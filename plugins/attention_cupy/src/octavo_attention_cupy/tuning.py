@@ -17,14 +17,13 @@ ACCUMULATORS = 160
 
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
-    """A decode kernel. slice: tokens of a warp's step; warps of a block; stages of a warp's ring; blocks a multiprocessor; waves
-    of them; n_tiles: products of 8 query heads that share K and V; shared: bytes of shared memory of a block."""
+    """A decode kernel. slice: tokens of a warp's step; warps of a block; stages of a warp's ring; blocks a multiprocessor;
+    n_tiles: products of 8 query heads that share K and V; shared: bytes of shared memory of a block."""
 
     slice: int
     warps: int
     stages: int
     blocks: int
-    waves: int
     n_tiles: int
     shared: int
 
@@ -85,7 +84,7 @@ def decode_choice(
         fixed = warps * 8 * (v_dim + 4) * 4 + fixed_bytes(warps, tiles)
         stages = min(MAX_STAGES, (room - fixed) // (warps * size * row))
         if stages >= 2:
-            return DecodeChoice(size, warps, stages, blocks, 1, tiles, fixed + stages * warps * size * row)
+            return DecodeChoice(size, warps, stages, blocks, tiles, fixed + stages * warps * size * row)
         if warps == 1:
             raise ValueError(
                 f"a block may have {shared_block} bytes of shared memory: too little for dims {k_dim} and {v_dim} of {element} bytes"

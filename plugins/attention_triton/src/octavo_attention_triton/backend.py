@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 import triton
-from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVSpec, Limits, Step, StepHost
+from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, CacheLayout, KVGroup, KVSpec, Limits, Step, StepHost
 from octavo_ops_triton.launch import Launcher, constants_of
 
 from octavo_attention_triton.bound import Bound, WorkMap
@@ -43,10 +43,17 @@ def _pow2(n: int) -> int:
     return int(triton.next_power_of_2(n))
 
 
+def _wide_tokens(limits: Limits) -> int:
+    """The longest row, and all prompts that a step computes from their beginning."""
+    return max(limits.max_model_len, limits.max_num_batched_tokens)
+
+
 class TritonAttention:
-    """`octavo.interfaces.AttentionBackend` on Triton. graphs "decode": a step of one token a row may be captured."""
+    """`octavo.interfaces.AttentionBackend` on Triton. graphs "decode": a step of one token a row may be captured.
+    compiles_ahead: steps may be run with its kernels left out (octavo.engine.rehearsal)."""
 
     graphs: Literal["none", "decode", "all"] = "decode"
+    compiles_ahead = True
 
     def __init__(self, options: TritonOptions, parts: AttentionParts) -> None:
         self.options = options
@@ -82,6 +89,11 @@ class TritonAttention:
             )
         return self._geometry(spec, block_size).layout()
 
+    def workspace_bytes(self, groups: Sequence[KVGroup], layers: Sequence[AttentionLayer], limits: Limits) -> int:
+        """What `bind` takes for widened pages of an FP8 cache: up to 512 MiB."""
+        bound = [(layers[i], self._geometry(group.spec, group.block_size)) for group in groups for i in group.layers]
+        return self._prefill.workspace_values(bound, _wide_tokens(limits)) * self.dtype.itemsize
+
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
         """Take the caches; allocate work maps and the partial results of split rows (float32)."""
         self._groups = list(groups)
@@ -90,8 +102,7 @@ class TritonAttention:
         partials = 1
         geometries = [self._geometry(bound.group.spec, bound.group.block_size) for bound in groups]
         layers = [(layer, g) for bound, g in zip(groups, geometries, strict=True) for layer in bound.layers]
-        # The longest row, and all prompts that a step computes from their beginning.
-        self._prefill.bind(layers, max(limits.max_model_len, limits.max_num_batched_tokens))
+        self._prefill.bind(layers, _wide_tokens(limits))
         for bound, geometry in zip(groups, geometries, strict=True):
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
                 if layer.window is None and bound.group.spec.window is not None:

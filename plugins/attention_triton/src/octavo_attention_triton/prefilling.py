@@ -28,6 +28,10 @@ def _pow2(n: int) -> int:
     return int(triton.next_power_of_2(n))
 
 
+def _page_values(g: PageGeometry) -> int:
+    return g.heads * g.page * (g.k_dim + g.v_dim)
+
+
 class Prefill:
     """Of one backend. dtype: of queries; hopper: the device is of capability 9; roomy: a program may take 160 KiB of shared memory;
     sms: multiprocessors."""
@@ -44,11 +48,12 @@ class Prefill:
     def bind(self, layers: Iterable[tuple[AttentionLayer, PageGeometry]], wide_tokens: int) -> None:
         """Allocate the workspace: 16-bit values, as many as the largest layer needs for so many tokens; all layers share it."""
         self._wide_tokens = wide_tokens
-        most = max((self._wide_values(layer, g) for layer, g in layers), default=0)
+        most = self.workspace_values(layers, wide_tokens)
         self._workspace = torch.empty(most, dtype=self._dtype, device=self._device)
 
-    def _wide_values(self, layer: AttentionLayer, g: PageGeometry) -> int:
-        return self.wide_pages(layer, g) * g.heads * g.page * (g.k_dim + g.v_dim)
+    def workspace_values(self, layers: Iterable[tuple[AttentionLayer, PageGeometry]], wide_tokens: int) -> int:
+        """Values of the workspace that `bind` allocates."""
+        return max((self._wide_pages(layer, g, wide_tokens) * _page_values(g) for layer, g in layers), default=0)
 
     def _hopper_serves(self, layer: AttentionLayer, g: PageGeometry) -> bool:
         """Whether the Hopper kernel prefills this layer: from its cache, or from FP8 pages that are widened for it."""
@@ -68,9 +73,12 @@ class Prefill:
 
     def wide_pages(self, layer: AttentionLayer, g: PageGeometry) -> int:
         """Pages of the workspace for FP8 pages of this layer; 0 where it needs none."""
+        return self._wide_pages(layer, g, self._wide_tokens)
+
+    def _wide_pages(self, layer: AttentionLayer, g: PageGeometry, tokens: int) -> int:
         if g.dtype not in FP8 or not self._hopper_serves(layer, g):
             return 0
-        return workspace_pages(g, self._dtype.itemsize, self._wide_tokens)
+        return workspace_pages(g, self._dtype.itemsize, tokens)
 
     def descriptor(self, layer: AttentionLayer, cache: torch.Tensor, g: PageGeometry) -> Any:
         """The copy descriptor of what the Hopper kernel reads if it prefills this layer, else None. ValueError if it is asked
@@ -78,7 +86,7 @@ class Prefill:
         if self._hopper_serves(layer, g):
             from octavo_attention_triton.kernels import hopper_prefill
 
-            wide = self._workspace[: self._wide_values(layer, g)]
+            wide = self._workspace[: self.wide_pages(layer, g) * _page_values(g)]
             return hopper_prefill.descriptor(wide if len(wide) else cache, g.k_dim, g.page)
         if self._choice == "hopper":
             raise ValueError(
