@@ -2,7 +2,8 @@
 
 Owns the situation (so many sequences of one context, all decoding; or prompts of that length being
 computed, as many as a step takes) and the reading of torch's profiler. The step's wall time is taken without the profiler, which slows the host; the device's busy
-and idle time and the list of operations come from a second, profiled stretch of steps.
+and idle time and the list of operations come from a profiled stretch of steps. The profiler takes time on the device too, before each
+kernel of a graph; so what lies between the graphs of steps is measured once more without it, by events.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import random
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.offline import Ours, shape_folder
@@ -58,7 +60,7 @@ def measure(
             batch, output = 2 + 2 * (steps + 2) * budget // context, 1
         else:
             # The first sequence decodes while the prompts of the others are computed.
-            output = 3 * steps + 16 + 2 * batch * context // budget
+            output = 4 * steps + 16 + 2 * batch * context // budget
             _check(engine, batch, context + output)
         draw = random.Random(0)
         asks = [Ask([draw.randrange(FIRST_TOKEN, engine.info.vocab_size) for _ in range(context)], output) for _ in range(batch)]
@@ -85,6 +87,8 @@ def measure(
             "tokens_per_s": round((budget if prefill else batch) / statistics.fmean(walls), 1),
         }
         if profile:
+            tell("timing graphs")
+            record |= _between_graphs(engine, steps)
             tell("profiling")
             record["profile"] = _profiled(engine, steps)
         if engine.stats().step_tokens < budget if prefill else engine.stats().running < running:
@@ -119,6 +123,49 @@ def _timed(engine: Engine, steps: int) -> list[float]:
         engine.step()
         walls.append(time.perf_counter() - began)
     return walls
+
+
+def _between_graphs(engine: Engine, steps: int) -> dict[str, float]:
+    """Median microseconds from the end of a step's graph to the begin of the next one's, and their share of both; nothing where
+    steps are no graphs. Results and inputs are copied in that time, and the host may be late."""
+    import torch
+
+    if engine.explain["device"]["type"] != "cuda":
+        return {}
+    with _marked_replays() as marks:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    inside = [1e3 * begin.elapsed_time(end) for begin, end in marks]
+    between = [1e3 * marks[i][1].elapsed_time(marks[i + 1][0]) for i in range(len(marks) - 1)]
+    if len(marks) < steps:
+        return {}
+    return {
+        "between_graphs_us": round(statistics.median(between), 1),
+        "between_graphs_share": round(sum(between) / (sum(between) + sum(inside)), 4),
+    }
+
+
+@contextmanager
+def _marked_replays() -> Iterator[list[tuple[Any, Any]]]:
+    """Events of the device before and after each replay of a graph."""
+    import torch
+
+    marks: list[tuple[Any, Any]] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def marked(graph: Any) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        replay(graph)
+        end.record()
+        marks.append((begin, end))
+
+    torch.cuda.CUDAGraph.replay = marked  # type: ignore[assignment, method-assign]
+    try:
+        yield marks
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
 
 
 def _profiled(engine: Engine, steps: int) -> dict[str, Any]:
@@ -182,6 +229,11 @@ def table(record: dict[str, Any]) -> list[str]:
         "",
         f"step       {record['step_us']:.0f} us (median; mean {record['step_us_mean']:.0f}), {record['tokens_per_s']:,.0f} tokens/s",
     ]
+    if "between_graphs_us" in record:
+        share = record["between_graphs_share"]
+        lines.append(
+            f"graphs     {record['between_graphs_us']:.0f} us from one to the next, {share:.1%} of the time (no profiler)"
+        )
     if found := record.get("profile"):
         if "busy_us" in found:
             lines.append(
