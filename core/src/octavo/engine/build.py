@@ -27,6 +27,7 @@ from octavo.engine.executor import ExecutorParts
 from octavo.engine.hugepages import collapse_into_huge_pages
 from octavo.engine.memory import MemoryWatch, PoolGovernor
 from octavo.engine.plan import Plan, plan_engine
+from octavo.engine.rehearsal import rehearse
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sizing import staging_bytes
 from octavo.engine.swapping import SwapCost, measure
@@ -70,8 +71,8 @@ def build_engine(config: EngineConfig, catalog: Catalog, *, progress: Progress |
 
 def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     """Create every part that the plan names."""
-    tell = progress or (lambda stage, done=0, total=0: None)
-    began = time.perf_counter()
+    stages = _Stages(progress or (lambda stage, done=0, total=0: None))
+    tell = stages.tell
     device = _device(plan)
     tell("model")
     model, layers, backend, operators = _model(plan, device, tell)
@@ -131,14 +132,33 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     )
     executor = plan.executor.create(
         ExecutorParts(
-            runner=lambda: _runner(plan, model, backend, device, sampler, pool, operators),
+            runner=lambda: _runner(plan, model, backend, device, sampler, pool, operators, tell),
             asynchronous=device.type == "cuda",
         )
     )
     engine = Engine(_info(plan), scheduler, allocator, executor, plan.explain(), _watch(plan, allocator, executor), salt)
     plan.catalog.ready(engine)
-    _announce(plan, time.perf_counter() - began)
+    _announce(plan, stages)
     return engine
+
+
+class _Stages:
+    """Passes a build's progress on, and notes how long each of its stages took."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._times: list[tuple[str, float]] = [("device", time.perf_counter())]
+
+    def tell(self, stage: str, done: int = 0, total: int = 0) -> None:
+        if stage != self._times[-1][0]:
+            self._times.append((stage, time.perf_counter()))
+        self._progress(stage, done, total)
+
+    def __str__(self) -> str:
+        """Seconds until now, in all and of each stage."""
+        ends = [*(began for _, began in self._times[1:]), time.perf_counter()]
+        parts = [f"{stage} {end - began:.1f}" for (stage, began), end in zip(self._times, ends, strict=True)]
+        return f"{ends[-1] - self._times[0][1]:.1f} s ({', '.join(parts)})"
 
 
 def _runner(
@@ -149,6 +169,7 @@ def _runner(
     sampler: Sampler,
     pool: Pool,
     operators: OperatorSet,
+    tell: Progress,
 ) -> ModelRunner:
     runner = ModelRunner(
         model,
@@ -169,6 +190,10 @@ def _runner(
         and not plan.config.enforce_eager
     ):
         runner.use_graphs()
+        ahead = operators.find("compile_ahead")
+        if ahead is not None and getattr(backend, "compiles_ahead", False):
+            tell("kernels")
+            rehearse(runner, plan.limits, ahead)
     return runner
 
 
@@ -297,7 +322,7 @@ def _info(plan: Plan) -> ModelInfo:
     )
 
 
-def _announce(plan: Plan, seconds: float) -> None:
+def _announce(plan: Plan, stages: _Stages) -> None:
     """The start-up lines that operators look for."""
     for kind, decision in plan.decisions().items():
         log.info("%s: %s", kind, decision)
@@ -306,4 +331,4 @@ def _announce(plan: Plan, seconds: float) -> None:
     where = "GPU" if plan.device.type == "cuda" else "CPU"
     log.info("%s KV cache size: %s tokens", where, f"{plan.kv_cache_tokens:,}")
     log.info("Maximum concurrency for %s tokens per request: %.2fx", f"{plan.limits.max_model_len:,}", plan.sizing.contexts)
-    log.info("engine built in %.1f s", seconds)
+    log.info("engine built in %s", stages)

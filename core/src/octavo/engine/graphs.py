@@ -129,6 +129,15 @@ class StepGraphs:
         bucket.graph.replay()
         return bucket.answer.first(step.sampled)
 
+    def rehearse(self, rows: int, position: int) -> None:
+        """The step of so many rows with their last token at `position` as it is captured, but launched, and of the scratch row alone."""
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        slots, positions = np.full(size, self._state.scratch_row), np.full(size, position)
+        host = _host_lengths(TokenRows(slots, positions, size), size, self._state.scratch_row)
+        if self._variant is not None:
+            host.shared = self._state.sharing.find(slots, positions)
+        self._forward(_Bucket(size, self._state, self._device), host)
+
     def _fill(self, bucket: _Bucket, step: TokenRows) -> None:
         """One copy of everything that the host knows of the step, padding included."""
         columns = np.zeros((COLUMNS, bucket.size), np.int64)

@@ -60,6 +60,7 @@ class EngineLoop:
 
         began = time.perf_counter()
         catalog = discover(config.plugins)
+        log.info("torch and plugins were loaded in %.1f s", time.perf_counter() - began)
         engine = build_engine(config, catalog, progress=self._progress)
         gc.collect()
         gc.freeze()  # the model and the catalogue are garbage for nobody: keep the collector off them

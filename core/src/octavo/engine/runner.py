@@ -79,6 +79,19 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
+    def rehearse(self, rows: int, position: int) -> None:
+        """octavo.engine.rehearsal: a step of rows that decode. Needs `use_graphs`."""
+        assert self._graphs is not None
+        self._graphs.rehearse(rows, position)
+
+    @torch.inference_mode()
+    def rehearse_prompt(self, tokens: int) -> None:
+        """octavo.engine.rehearsal: a step of a row that decodes and a prompt of so many tokens."""
+        new = np.array([1, tokens], np.int32)
+        slots = np.full(2, self._state.scratch_row, np.int32)
+        self._eager(Batch(0, slots, np.zeros(2, np.int32), new, np.ones(2, bool), np.arange(2, dtype=np.int32)))
+
+    @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:
         self._before_step()
         self._copy(batch.copies)

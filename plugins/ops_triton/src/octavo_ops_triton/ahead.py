@@ -1,0 +1,86 @@
+"""Kernels compiled side by side before any of them is needed: the operator ("compile_ahead", "plain").
+
+A step that nobody has run yet compiles one kernel after the other, each when it is first launched, while all other cores of the
+machine idle. Whoever runs such a step within `compile_ahead` launches none of its Triton kernels: each is handed to a pool of
+threads. What they would have written is zeros, so that no index leaves its table. Owns that state of Triton, which is the
+whole process's: no other thread may launch a kernel meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.jit import JITFunction
+
+MOST_THREADS = 16
+"""A compilation holds the interpreter's lock for a good part of its time: more threads would wait for each other."""
+
+
+@dataclass(slots=True)
+class Ahead:
+    """started: kernels handed over so far; compiled, fetched: those of them that are done, the latter from the cache on disk."""
+
+    started: dict[Any, Any] = field(default_factory=dict)
+    compiled: int = 0
+    fetched: int = 0
+
+    @property
+    def nothing_new(self) -> bool:
+        """Whether all that was handed over so far lay in the cache on disk."""
+        return len(self.started) == self.fetched > 0
+
+
+class _Zeros(TorchDispatchMode):
+    """New tensors hold zeros."""
+
+    EMPTY = (
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func in self.EMPTY else out
+
+
+@contextmanager
+def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
+    """Within, kernels are compiled and not launched; on leaving, all of them are ready. threads: None for as many as the machine
+    has cores for this process. Raises what a compilation raised."""
+    ahead = Ahead()
+    run, make, before = JITFunction.run, JITFunction._do_compile, knobs.compilation.listener
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    def once(self: Any, key: Any, *args: Any) -> Any:
+        mine = id(self), key
+        if mine not in ahead.started:
+            ahead.started[mine] = make(self, key, *args)
+        return ahead.started[mine]
+
+    def count(*, cache_hit: bool, **rest: Any) -> None:
+        ahead.fetched += cache_hit
+        ahead.compiled += not cache_hit
+        if before is not None:
+            before(cache_hit=cache_hit, **rest)
+
+    pool = ThreadPoolExecutor(threads or min(MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compile")
+    JITFunction.run, JITFunction._do_compile, knobs.compilation.listener = compile_only, once, count
+    try:
+        with pool, AsyncCompileMode(pool), _Zeros():
+            yield ahead
+    finally:
+        JITFunction.run, JITFunction._do_compile, knobs.compilation.listener = run, make, before
