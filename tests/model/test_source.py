@@ -83,6 +83,13 @@ def test_what_is_neither_path_nor_hub_id_is_refused(tmp_path: Path, monkeypatch:
     refused(name)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "b/" * 3000 + "c", "~nobody-has-this-name/model"])
+def test_a_name_that_cannot_even_be_looked_for_is_refused(name: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        resolve_source(name)
+    assert name[:100] in str(caught.value)
+
+
 def test_a_file_that_is_not_a_model_is_refused_by_name_unopened(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     (tmp_path / "notes.txt").write_text("x")

@@ -14,9 +14,11 @@ from octavo.engine.relay import MARK, take
 from octavo.errors import ConfigError
 from octavo.server import logs
 
-from tests.server.harness import API_KEYS, NAME, Server
+from tests.server.harness import ADMIN_KEY, API_KEYS, NAME, Server
 
 SECRET = "the prompt of a client"
+FILE_KEY, WRONG_KEY = "key-of-the-file-of-tenants", "a-wrong-key-that-must-not-show"
+SECRETS = (API_KEYS[0], FILE_KEY, ADMIN_KEY, WRONG_KEY)
 
 
 @pytest.fixture
@@ -36,16 +38,25 @@ def root() -> Iterator[logging.Logger]:
 
 @pytest.fixture(scope="module")
 def told(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, list[dict[str, Any]], dict[str, Any]]:
-    """A server that has ended, every line of its JSON log file, and the request ids it gave."""
+    """A server that has ended, every line of its JSON log file (at level debug, so that nothing is left out), and the request
+    ids it gave."""
     folder = tmp_path_factory.mktemp("logs")
     file = folder / "octavo.log"
-    flags = ("--log-format", "json", "--log-file", str(file), "--log-requests-on-error", "--api-key", API_KEYS[0])
-    server = Server(tiny, folder / "terminal", *flags)
+    (folder / "keys.json").write_text(json.dumps({"tenants": [{"name": "of-the-file", "key": FILE_KEY}]}))
+    flags = ("--log-format", "json", "--log-file", str(file), "--log-level", "debug", "--log-requests-on-error")
+    keys = ("--api-key", API_KEYS[0], "--api-keys-file", str(folder / "keys.json"), "--admin-api-key", ADMIN_KEY)
+    server = Server(tiny, folder / "terminal", *flags, *keys)
     try:
         with server.ready().client() as client:
             good = client.post("/v1/completions", json={"prompt": "a good " + SECRET, "max_tokens": 2})
             bad = client.post("/v1/completions", json={"prompt": "a bad " + SECRET, "max_tokens": 10_000})
-            client.get("/v1/models", headers={"Authorization": "Bearer a-wrong-key-that-must-not-show"})
+            for key in (FILE_KEY, ADMIN_KEY, WRONG_KEY):
+                for path in ("/v1/models", "/admin/status", "/metrics", f"/no/such/path?api_key={key}"):
+                    said = client.get(path, headers={"Authorization": f"Bearer {key}"}).text
+                    assert not [secret for secret in SECRETS if secret in said], path
+            client.post(
+                "/admin/models", json={"name": "b", "model": "/no/such/folder"}, headers={"Authorization": f"Bearer {ADMIN_KEY}"}
+            )
         assert good.status_code == 200 and bad.status_code == 400
     finally:
         server.stop()
@@ -82,7 +93,8 @@ def test_only_a_failed_request_carries_its_prompt_and_its_stack(told: Any) -> No
 
 def test_no_key_is_ever_in_the_log(told: Any) -> None:
     server, lines, _ = told
-    for key in (API_KEYS[0], "a-wrong-key-that-must-not-show"):
+    assert any(line["level"] == "debug" for line in lines)
+    for key in SECRETS:
         assert key not in server.text and key not in json.dumps(lines)
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
+import httpx
 import pytest
 from octavo.errors import ConfigError
 from octavo.server.counts import Counts
 from octavo.server.records import Record
 from octavo.server.tracing import Tracing
+
+from tests.server.harness import Server
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="octavo[otel]")
 trace_export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="octavo[otel]")
@@ -67,7 +75,9 @@ def test_a_failed_request_is_marked_and_one_without_a_token_has_no_parts() -> No
     assert spans(ended(outcome="disconnected"), {})["llm_request"].status.status_code.name == "UNSET"
 
 
-def test_spans_go_to_the_collector_over_http() -> None:
+@contextmanager
+def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    """A collector's address, and what was posted to it: path and body."""
     posts: list[tuple[str, bytes]] = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -81,11 +91,40 @@ def test_spans_go_to_the_collector_over_http() -> None:
 
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        tracing = Tracing(f"http://127.0.0.1:{server.server_port}/v1/traces")
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", posts
+        server.shutdown()
+
+
+def test_spans_go_to_the_collector_over_http() -> None:
+    with collector() as (address, posts):
+        tracing = Tracing(address)
         tracing.end(ended(), {})
         tracing.close(10)
-        server.shutdown()
     assert posts and posts[0][0] == "/v1/traces" and b"llm_request" in b"".join(body for _, body in posts)
+
+
+def test_a_server_that_is_told_of_a_collector_sends_it_a_span_of_each_request_and_no_text(tiny: Path, tmp_path: Path) -> None:
+    with collector() as (address, posts):
+        server = Server(tiny, tmp_path / "log", "--otlp-traces-endpoint", address).ready()
+        try:
+            headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+            body = {"prompt": "words of a client", "max_tokens": 2, "user": "somebody"}
+            answer = httpx.post(server.url + "/v1/completions", json=body, headers=headers)
+        finally:
+            server.stop()
+    sent = b"".join(body for _, body in posts)
+    assert answer.status_code == 200 and sent.count(b"llm_request") == 1
+    assert bytes.fromhex(TRACE) in sent and all(name in sent for name in (b"queue", b"prefill", b"decode"))
+    assert b"words of a client" not in sent and b"somebody" not in sent
+
+
+def test_without_a_collector_nothing_of_opentelemetry_is_even_loaded() -> None:
+    code = (
+        "import sys; from octavo.config import ServerConfig; from octavo.server.app import create_app; import octavo.server.serve;"
+        "create_app(None, ServerConfig(), ['m']); print([name for name in sys.modules if name.startswith('opentelemetry.')])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert [name for name in ast.literal_eval(loaded) if ".sdk" in name or ".exporter" in name] == []
 
 
 def test_a_collector_that_is_not_there_does_not_hold_the_end_up() -> None:

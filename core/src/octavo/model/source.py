@@ -126,10 +126,14 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
     """The folder or GGUF file that `model` names, and its hub commit (None for local files)."""
     if model == "demo":
         return demo_path(), None
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path, None
-    if path.exists():
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path, None
+        there = path.exists()
+    except (OSError, RuntimeError) as error:  # too long for a name, a folder that may not be read, or a user that there is not
+        raise LoadError(f"{model[:200]}: cannot be looked for: {error}") from error
+    if there:
         if path.suffix.lower() in PICKLES:
             raise LoadError(
                 f"{path}: is a pickle, which could run code and is not opened. Give a folder with safetensors, or a GGUF file."

@@ -88,7 +88,12 @@ async def models(state: State) -> dict[str, Any]:
     }
 
 
-@router.post("/models", openapi_extra=openapi.body(NewModel))
+@router.post(
+    "/models",
+    status_code=201,
+    responses={202: {"description": "It is being loaded.", "content": {"application/json": {"schema": {"type": "object"}}}}},
+    openapi_extra=openapi.body(NewModel),
+)
 async def add(request: Request, state: State) -> JSONResponse:
     """Load a model beside the others. 201 when it serves; 202 at once with `wait: false`."""
     body = await body_of(request, state, NewModel)
