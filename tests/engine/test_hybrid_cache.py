@@ -53,7 +53,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(8, 512, length).tolist()
 
 
-def test_resident_kv_of_the_window_layers_is_bounded_at_8k_context(qwen2: Path) -> None:
+def test_resident_kv_of_the_window_layers_is_bounded_at_8k_context_and_tokens_are_those_of_transformers(qwen2: Path) -> None:
     engine = hybrid(qwen2, max_num_batched_tokens=512)
     bound = window_blocks(WINDOW, BLOCK, 512)
     assert bound == 37, "blocks of W + chunk tokens, at the worst alignment"
@@ -63,13 +63,19 @@ def test_resident_kv_of_the_window_layers_is_bounded_at_8k_context(qwen2: Path) 
         for group in most:
             most[group] = max(most[group], int((engine.allocator.table(group) >= 0).sum()))
 
-    run(engine, [request(engine, "long", prompt(8000), max_tokens=30, ignore_eos=True)], between=watch)
+    ids = prompt(8000)
+    got = run(engine, [request(engine, "long", ids, max_tokens=30, ignore_eos=True)], between=watch)["long", 0].tokens
     assert set(windows(engine)) == {False, True}
     for group, slides in enumerate(windows(engine)):
         if slides:
             assert most[group] <= bound, f"a window group held {most[group]} blocks"
         else:
             assert most[group] >= 8020 // BLOCK, "the full layer holds every token"
+    from transformers import AutoModelForCausalLM
+
+    # The whole sequence at once: "eager" would hold 8K x 8K scores of every head and layer.
+    model = AutoModelForCausalLM.from_pretrained(qwen2, dtype=torch.float32, attn_implementation="sdpa").eval()
+    assert len(got) == 30 and got == chosen(model, ids, got)
 
 
 def test_many_such_requests_fit_where_full_layers_alone_would_not(qwen2: Path) -> None:
