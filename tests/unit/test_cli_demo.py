@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[2]
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
@@ -75,6 +78,16 @@ class TestOnATinyModel:
         done = octavo("generate", str(tiny), "hello " * 50, "--raw", "--max-model-len", "16")
         assert done.returncode == 1
         assert "maximum context length is 16" in done.stderr and "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize("more", [(), ("--json",)])
+    def test_logits_that_are_not_finite_are_an_error(self, tmp_path: Path, more: tuple[str, ...]) -> None:
+        tiny_llama(tmp_path)
+        weights = load_file(tmp_path / "model.safetensors")
+        weights["model.norm.weight"].fill_(float("nan"))
+        save_file(weights, tmp_path / "model.safetensors")
+        done = octavo("generate", str(tmp_path), "hello", "--raw", "--max-tokens", "3", *more)
+        assert done.returncode == 1
+        assert "octavo: error: the answer failed: " in done.stderr and "finite" in done.stderr and "Traceback" not in done.stderr
 
     def test_a_model_that_is_not_there_is_one_line_without_a_traceback(self) -> None:
         done = octavo("generate", "/nowhere/model", "hello")

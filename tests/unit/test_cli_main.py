@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from octavo.cli import main as cli
@@ -86,11 +88,45 @@ class TestErrors:
         with pytest.raises(ZeroDivisionError):
             self.run(monkeypatch, ZeroDivisionError())
 
+    @pytest.mark.parametrize(
+        ("error", "said"),
+        [
+            (OSError(errno.ENOSPC, "No space left on device", "/a/file"), "/a/file: No space left on device"),
+            (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+            (OSError("something else"), "something else"),
+        ],
+    )
+    def test_what_the_system_refuses_is_one_line_too(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, said: str
+    ) -> None:
+        monkeypatch.delenv("OCTAVO_TRACEBACK", raising=False)
+        assert self.run(monkeypatch, error) == 1
+        assert capsys.readouterr().err == f"octavo: error: {said}\n"
+
     def test_control_c_exits_130_and_says_nothing(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self.run(monkeypatch, KeyboardInterrupt()) == 130
         assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("command", ["version", "doctor"])
+def test_an_output_that_cannot_be_written_is_one_line(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "octavo", command], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (1, "octavo: error: No space left on device\n")
+
+
+def test_a_wrong_flag_of_a_benchmark_names_the_command_in_one_breath(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "serve", "--request-rate", "0"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("octavo bench serve: argument --request-rate: '0' is not allowed")
+    assert said[1] == "octavo bench serve: see octavo bench serve --help"
 
 
 @pytest.mark.parametrize("words", [["demo", "--json", "--"], ["--json", "demo", "--"], ["--json", "--"]])

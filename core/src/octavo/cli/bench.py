@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
         usage="octavo bench {offline,serve,startup,step,shape,allocator,memory,kernel,perplexity} ...",
         description="Measure. Every benchmark takes --json, which prints each figure with settings, versions and commit.",
     )
-    kinds = parser.add_subparsers(metavar="BENCHMARK", required=True, title="benchmarks", dest="benchmark")
+    kinds = parser.add_subparsers(metavar="BENCHMARK", required=True, title="benchmarks", dest="benchmark", prog="octavo bench")
     _offline(kinds)
     _serve(kinds)
     _startup(kinds)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from octavo.cli.console import Stages
 from octavo.cli.flags import add_flags, add_model, read
-from octavo.cli.generate import quiet_engine
+from octavo.cli.generate import check, quiet_engine
 from octavo.cli.sampling_flags import add_sampling, read_sampling
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OctavoError, RequestError
@@ -129,6 +129,7 @@ class _Local:
             async for piece in pieces:
                 if piece.outputs:
                     yield piece.outputs[0].text
+                check(piece)
 
     async def close(self) -> None:
         await self._llm.close()

@@ -17,7 +17,7 @@ from octavo.cli.console import Stages
 from octavo.cli.flags import add_flags, add_model, read
 from octavo.cli.sampling_flags import add_sampling, read_sampling
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from octavo.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ async def _generate(config: EngineConfig, params: SamplingParams, text: str, arg
         else:
             async for piece in llm.generate(prompt, params, delta=True):
                 print(piece.outputs[0].text if piece.outputs else "", end="", flush=True)
+                check(piece)
             print()
     finally:
         await llm.close()
@@ -88,10 +89,17 @@ def _templated(llm: AsyncLLM, text: str, system: str | None) -> Any:
     return render_chat(llm.tokenizer, [*messages, {"role": "user", "content": text}])
 
 
+def check(output: RequestOutput) -> None:
+    """OctavoError where the engine could not go on with a request: its logits were not finite, say."""
+    if output.error:
+        raise OctavoError(f"the answer failed: {output.error}")
+
+
 async def _whole(llm: AsyncLLM, prompt: Any, params: SamplingParams, *, as_json: bool) -> None:
     last: RequestOutput | None = None
     async for output in llm.generate(prompt, params):
         last = output
+        check(output)
     assert last is not None
     if not as_json:
         for sample in last.outputs:

@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("octavo.cli.serve", "Serve a model over the OpenAI API."),
     "generate": ("octavo.cli.generate", "Answer one prompt and exit."),
     "chat": ("octavo.cli.chat", "Talk to a model in the terminal."),
-    "bench": ("octavo.cli.bench", "Measure: offline, serve, startup, allocator, kernel."),
+    "bench": ("octavo.cli.bench", "Measure throughput, latency, one step, start-up, memory or perplexity."),
     "quantize": ("octavo.cli.quantize", "Make a smaller checkpoint of a model: fp8 or awq."),
     "doctor": ("octavo.cli.doctor", "Report what this machine has, and what is wrong with it."),
     "plugins": ("octavo.cli.plugins", "List plugins, and explain which parts a model would get and why."),
@@ -79,17 +79,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not hasattr(args, "func"):
             parser.print_help()
             return 0 if not words else EXIT_USAGE
-        return int(args.func(args) or 0)
+        status = int(args.func(args) or 0)
+        sys.stdout.flush()  # what cannot be written is an error now, not a warning of the interpreter's at its end
+        return status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_PIPE
-    except OctavoError as error:
+    except (OctavoError, OSError) as error:  # OSError: a full disk, a folder that may not be written
         if os.environ.get("OCTAVO_TRACEBACK") == "1":
             raise
-        print(f"octavo: error: {error}", file=sys.stderr)
+        if isinstance(error, OSError):
+            _drop_output()
+        print(f"octavo: error: {_said(error)}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def _drop_output() -> None:
+    """What stdout still holds goes nowhere, if it cannot be written: the interpreter would try again at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
