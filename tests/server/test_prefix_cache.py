@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -10,6 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from octavo.cache.prefix import PUBLIC
+from octavo.server.runs import _domain
 
 from tests.server.harness import ADMIN_KEY, API_KEYS, NAME, Server
 
@@ -64,6 +69,24 @@ def test_what_a_tenant_sends_stays_its_own(warm: Server) -> None:
     assert complete(warm, prompt, API_KEYS[0])[1] == 0
     assert complete(warm, prompt, API_KEYS[0])[1] > 0
     assert complete(warm, prompt, API_KEYS[1])[1] == 0
+
+
+@given(
+    st.text(max_size=40),
+    st.text(min_size=1, max_size=80),
+    st.text(max_size=40),
+    st.one_of(st.none(), st.text(min_size=1, max_size=80)),
+)
+def test_a_clients_salt_can_only_narrow_what_its_key_may_read(
+    domain: str, salt: str, other: str, others_salt: str | None
+) -> None:
+    """Whatever is sent as cache_salt, another tenant's domain or the name of the public one included. Domains of keys are
+    hexadecimal; without keys all have the empty one."""
+    mine, theirs = (hashlib.sha256(name.encode()).hexdigest()[:32] if name else "" for name in (domain, other))
+    for sent in (salt, theirs or "x", PUBLIC, f"/{theirs}"):
+        narrowed = _domain(mine, sent)
+        assert narrowed not in (mine, theirs, PUBLIC)
+        assert (narrowed == _domain(theirs, others_salt)) == (mine == theirs and sent == others_salt)
 
 
 def test_warm_pin_unpin_and_state_over_http(warm: Server) -> None:
