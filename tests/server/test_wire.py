@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from octavo.errors import RequestError
 from octavo.server.errors import ApiError, to_api_error
-from octavo.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, conversation, prompts
+from octavo.server.native_bodies import DetokenizeRequest, GenerateRequest
+from octavo.server.protocol import ChatRequest, CompletionRequest, conversation, prompts
 from octavo.server.wire import parse
 
 HELLO = [{"role": "user", "content": "hello"}]

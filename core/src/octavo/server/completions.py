@@ -1,4 +1,4 @@
-"""OpenAI's routes: chat completions, completions and models.
+"""OpenAI's routes: chat completions, completions, responses and models.
 
 Owns how their bodies become jobs; checks are in `protocol`, the run in `runs`, the JSON in `answers`.
 """
@@ -15,8 +15,11 @@ from starlette.responses import Response
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server import openapi
 from octavo.server.answers import ChatAnswer, CompletionAnswer
+from octavo.server.errors import ApiError
 from octavo.server.generation import Job
 from octavo.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, conversation
+from octavo.server.responses_answer import ResponsesAnswer
+from octavo.server.responses_body import ResponsesRequest
 from octavo.server.runs import body_of, check_samples, raw_jobs, resolve, run
 from octavo.server.service import Service, State, principal
 from octavo.text.chat import render_chat
@@ -63,6 +66,26 @@ async def completions(request: Request, state: State) -> Response:
     return await run(
         request, state, body, prepare, lambda rid, jobs, llm: CompletionAnswer(rid, model, jobs, llm.tokenizer, body)
     )
+
+
+@router.post("/responses", openapi_extra=openapi.body(ResponsesRequest))
+async def responses(request: Request, state: State) -> Response:
+    """Answer a conversation, in the shape of OpenAI's newer protocol. Nothing is stored."""
+    body = await body_of(request, state, ResponsesRequest)
+    model = state.model(body.model)
+
+    async def prepare(llm: AsyncLLM) -> list[Job]:
+        params = body.to_params()
+        ids = await asyncio.to_thread(render_chat, llm.tokenizer, body.conversation(), add_generation_prompt=True)
+        return [Job(ids, None, resolve(ids, params, llm.info))]
+
+    return await run(request, state, body, prepare, lambda rid, jobs, llm: ResponsesAnswer(rid, model, jobs, llm.tokenizer, body))
+
+
+@router.post("/embeddings", include_in_schema=False)
+async def embeddings() -> Response:
+    """Known by name, so that a client learns why."""
+    raise ApiError(400, "The models of this server generate text; none makes embeddings.", code="unsupported")
 
 
 def _card(state: Service, name: str) -> dict[str, Any]:

@@ -22,13 +22,8 @@ from octavo.server.clients import Connected
 from octavo.server.errors import ApiError
 from octavo.server.generation import Job
 from octavo.server.logprobs import token_name
-from octavo.server.protocol import (
-    DEFAULT_COMPLETION_TOKENS,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-    conversation,
-)
+from octavo.server.native_bodies import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from octavo.server.protocol import DEFAULT_COMPLETION_TOKENS, conversation
 from octavo.server.runs import body_of, raw_jobs, run
 from octavo.server.service import Service, State, principal
 from octavo.text.chat import render_chat

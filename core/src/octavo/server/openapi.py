@@ -19,7 +19,7 @@ from octavo.server.auth import ADMIN, OPEN
 from octavo.server.wire import Wire
 
 _REF = "#/components/schemas/{model}"
-_STREAMING = {"ChatRequest", "CompletionRequest", "GenerateRequest"}
+_STREAMING = {"ChatRequest", "CompletionRequest", "GenerateRequest", "ResponsesRequest"}
 _ERROR = {
     "type": "object",
     "description": "Every error of every route.",

@@ -1,8 +1,9 @@
-"""What clients may send: one model per endpoint, the only table of field names, types and meanings.
+"""What clients may send to OpenAI's endpoints: one model each, the only table of field names, types and meanings.
 
-Owns the request bodies. Ranges of sampling parameters are not repeated here: `SamplingParams` and
-`check_request` check them, and `params` maps their names back to the client's. Must never accept a
-field without honouring it: those we cannot honour are in a model's `unsupported` table.
+Owns the request bodies of chat and completions, and what those of other endpoints share with them. Ranges of
+sampling parameters are not repeated here: `SamplingParams` and `check_request` check them, and `params` maps their
+names back to the client's. Must never accept a field without honouring it: those we cannot honour are in a model's
+`unsupported` table.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from octavo.server.wire import Wire
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_DEADLINE = 86400  # seconds
-_NO_TOOLS = "this server has no tool calling yet; remove the field"
+NO_TOOLS = "this server has no tool calling yet; remove the field"
 
 
 def _container(*kinds: type) -> BeforeValidator:
@@ -171,7 +172,7 @@ class _OpenAI(Sampling):
 
 _NO_GUIDE = "there is no guided decoding; remove the field"
 _NO_BEAMS = "there is no beam search"
-_VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
+VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
     "structured_outputs": ((), _NO_GUIDE),
     "guided_json": ((), _NO_GUIDE),
     "guided_regex": ((), _NO_GUIDE),
@@ -201,7 +202,7 @@ class CompletionRequest(_OpenAI):
     """POST /v1/completions. prompt: a string, a list of strings, a list of token ids, or a list of those."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        **_VLLM,
+        **VLLM,
         "suffix": (("",), "no model here inserts text; remove the field"),
         "prompt_embeds": ((), "prompts are text or token ids"),
         "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be honoured"),
@@ -274,12 +275,12 @@ class ChatRequest(_OpenAI):
     """POST /v1/chat/completions."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        **_VLLM,
-        "tools": (([],), _NO_TOOLS),
-        "tool_choice": (("none", "auto"), _NO_TOOLS),
-        "parallel_tool_calls": ((True, False), _NO_TOOLS),
-        "functions": (([],), _NO_TOOLS),
-        "function_call": (("none", "auto"), _NO_TOOLS),
+        **VLLM,
+        "tools": (([],), NO_TOOLS),
+        "tool_choice": (("none", "auto"), NO_TOOLS),
+        "parallel_tool_calls": ((True, False), NO_TOOLS),
+        "functions": (([],), NO_TOOLS),
+        "function_call": (("none", "auto"), NO_TOOLS),
         "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be honoured"),
         "modalities": ((["text"],), "only text can be produced"),
         "audio": ((), "there is no audio"),
@@ -337,51 +338,6 @@ class ChatRequest(_OpenAI):
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         return "messages" if param == "prompt" else param
-
-
-class GenerateRequest(Sampling):
-    """POST /generate: one prompt (text or token ids), or a list of them, and sampling fields."""
-
-    prompt: Prompt
-    max_new_tokens: int | None = None
-    best_of: int | None = None
-
-    @property
-    def asked_tokens(self) -> int | None:
-        return self.max_tokens if self.max_tokens is not None else self.max_new_tokens
-
-    def to_params(self) -> SamplingParams:
-        if self.max_tokens is not None and self.max_new_tokens not in (None, self.max_tokens):
-            raise ApiError(400, "max_new_tokens and max_tokens differ; send one", param="max_new_tokens", code="invalid_value")
-        return self.params(max_tokens=self.asked_tokens)
-
-    def rename(self, param: str | None) -> str | None:
-        return "max_new_tokens" if param == "max_tokens" and self.max_new_tokens is not None else param
-
-
-class TokenizeRequest(Wire):
-    """POST /tokenize, vLLM's shape: either `prompt` or `messages`."""
-
-    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        "tools": (([],), _NO_TOOLS),
-        "chat_template": ((), "templates are server configuration (--chat-template)"),
-        "continue_final_message": ((False,), "an answer cannot be continued"),
-    }
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message] | None, FailFast()] = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Wire):
-    """POST /detokenize, vLLM's shape."""
-
-    model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
 
 
 def prompts(value: Any) -> list[str | list[int]]:

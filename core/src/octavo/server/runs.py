@@ -136,7 +136,7 @@ def _values(output: RequestOutput) -> int:
 
 def _asked(body: Sampling) -> str:
     """The prompt or the messages of a failed request as the client sent them, for a log that was asked to hold them."""
-    return repr(getattr(body, "prompt", None) or getattr(body, "messages", None))
+    return repr(next((found for name in ("prompt", "messages", "input") if (found := getattr(body, name, None))), None))
 
 
 def deadline_of(body: Sampling, request: Request) -> float | None:
