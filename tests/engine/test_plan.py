@@ -314,3 +314,13 @@ def test_the_pool_that_was_sized_holds_the_longest_request_that_is_admitted(
             tokens += len(event.tokens)
         engine.allocator.check()
     assert tokens == 12
+
+
+def test_a_wrong_config_is_named_with_its_file(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"^.*/bad/config\.json: hidden_size must be a whole number of at least 1, got -4$"):
+        plan(folder(tmp_path / "bad", hidden_size=-4), load_format="dummy")
+
+
+def test_weights_that_are_not_there_are_named_with_their_flag(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--awq-ckpt-path /nowhere/awq: "):
+        plan(tiny, awq_ckpt_path="/nowhere/awq")

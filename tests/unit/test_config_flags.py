@@ -183,7 +183,7 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
         with pytest.raises(ConfigError, match=message) as error:
             server("--config", config_file(tmp_path, text))
             engine("--config", config_file(tmp_path, text))
-        assert "octavo.yaml" in str(error.value)
+        assert "octavo.yaml" in str(error.value) and "\n" not in str(error.value)
 
     def test_a_file_that_is_not_there(self) -> None:
         with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):

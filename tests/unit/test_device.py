@@ -103,7 +103,13 @@ def test_threads_leave_busy_neighbours_their_cores(monkeypatch: pytest.MonkeyPat
     assert threads(2.0, 0.1) == 4  # busy this instant only: our own start, or a passing job
     assert threads(0.1, 3.0) == 4  # was busy, is not any more
     assert threads(9.0, 9.0) == 1  # never none
-    assert device.spare_threads(7).count == 7  # asked for
+
+
+def test_threads_that_are_asked_for_are_at_most_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_processors", lambda: range(8))
+    assert device.spare_threads(7).count == 7
+    with pytest.raises(ConfigError, match=r"--num-threads 9: .* 8 processors.*give at most 8"):
+        device.spare_threads(9)
 
 
 def test_a_quota_below_the_cores_wins(monkeypatch: pytest.MonkeyPatch) -> None:

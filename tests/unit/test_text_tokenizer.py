@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from octavo.config import EngineConfig
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.model.source import ModelSource
 from octavo.model.tokenizer_files import fingerprint
 from octavo.text.tokenizer import Tokenizer
@@ -230,6 +230,24 @@ def test_models_with_equal_files_share_one_tokenizer_while_it_is_used_and_others
     gone = weakref.ref(first)
     del first
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ({"chat_template": "/nowhere/x.jinja"}, "^--chat-template /nowhere/x.jinja: cannot be read: No such file or directory$"),
+        (
+            {"chat_template": "{folder}/broken.jinja"},
+            "^--chat-template .*/broken.jinja: the chat template does not compile: line 1: ",
+        ),
+        ({"tokenizer": "/nowhere/at/all"}, "^--tokenizer /nowhere/at/all: "),
+    ],
+)
+def test_a_wrong_flag_is_named(tmp_path: Path, flag: dict[str, str], message: str) -> None:
+    (tmp_path / "broken.jinja").write_text("{% for")
+    config = EngineConfig(model="m", **{name: value.format(folder=tmp_path) for name, value in flag.items()})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.from_source(resolved(folder(tmp_path / "v1")), config)
 
 
 def test_a_gguf_file_that_was_written_anew_is_read_anew(demo_path: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.catalog import Accept, Needs, Provider, Reject
+from octavo.first_party import readers
 from octavo.hookspecs import hookimpl
 from octavo.model.any_transformers import COST
 from octavo.model.any_transformers import PATTERN as CAUSAL
@@ -143,9 +144,7 @@ def accepts_torch_attention(needs: Needs, options: Any) -> Accept | Reject:
 def accepts_plain_weights(needs: Needs, options: Any) -> Accept | Reject:
     method = needs.facts.get("method", "")
     if method:
-        return Reject(
-            f"the format {method!r} is wanted, and this provider keeps weights as they are: it takes a plugin that knows it"
-        )
+        return Reject(f"the format {method!r} is wanted, and this provider keeps weights as they are: it takes {readers(method)}")
     return Accept(reason="the weights are not quantised")
 
 

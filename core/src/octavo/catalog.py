@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octavo.decision import Decision, OperatorDecision, Verdict
 from octavo.errors import ConfigError, OctavoError, PluginError
+from octavo.first_party import owner
 from octavo.wording import complaints, hint, normalise
 
 CONTRACT = 1
@@ -239,7 +240,7 @@ class Catalog:
         try:
             return provider.options.model_validate(dict(values))
         except ValidationError as error:
-            raise ConfigError(complaints(where, provider.options, error)) from error
+            raise ConfigError(complaints(f"{where}.", provider.options, error)) from error
 
     # -- resolution
 
@@ -307,7 +308,7 @@ class Catalog:
             if entry.state != "ok":
                 raise error(f"{where}: {entry.origin} has it, but it is {entry.state}: {entry.reason}")
         if not found:
-            raise error(f"{where}: no such {kind} provider{hint(name, self.names(kind))}{self._suspects()}")
+            raise error(f"{where}: no such {kind} provider{owner(kind, name) or hint(name, self.names(kind))}{self._suspects()}")
         return found[0]
 
     def _ask_all(self, kind: Kind, needs: Needs) -> tuple[list[Decision], tuple[Verdict, ...]]:
@@ -343,7 +344,7 @@ class Catalog:
             try:
                 options = provider.options()
             except ValidationError as error:
-                return Reject(complaints(f"plugins.{entry.kind}.{entry.name}", provider.options, error))
+                return Reject(complaints(f"plugins.{entry.kind}.{entry.name}.", provider.options, error))
         try:
             answer = provider.accepts(needs, options)
         except Exception as error:

@@ -23,23 +23,10 @@ from pydantic import BaseModel
 from octavo import hookspecs
 from octavo.catalog import CONTRACT, Catalog, Entry, Kind, Origin, Provider
 from octavo.errors import ConfigError
+from octavo.first_party import FIRST_PARTY
 from octavo.wording import hint, normalise
 
 GROUP = "octavo"
-
-FIRST_PARTY = frozenset(
-    {
-        "octavo",
-        "octavo-attention-triton",
-        "octavo-attention-cupy",
-        "octavo-ops-cpu",
-        "octavo-ops-triton",
-        "octavo-quant-awq",
-        "octavo-quant-fp8",
-        "octavo-models-deepseek",
-    }
-)
-"""Distributions that `auto` considers without `plugins.enable`: installed does not mean active."""
 
 KIND_OF_HOOK: dict[str, Kind] = {
     "register_allocators": "allocator",

@@ -24,13 +24,19 @@ def hint(name: str, names: Iterable[str]) -> str:
     return f"; there are: {', '.join(names)}" if names else "; there are none"
 
 
+def on_one_line(error: Exception) -> str:
+    """A parser's error that spreads over several lines, as one."""
+    return " ".join(str(error).split())
+
+
 def complaints(where: str, model: type[BaseModel], error: ValidationError) -> str:
-    """One line for a pydantic error: where, what, the value seen, and the nearest option."""
+    """One line for a pydantic error: where (in front of the option's name as it stands), what, the value seen, and the nearest option."""
     lines = []
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"{where}.{key}: unknown option{hint(key, model.model_fields)}")
+            lines.append(f"{where}{key}: unknown option{hint(key, model.model_fields)}")
         else:
-            lines.append(f"{where}.{key}: {item['msg']}, got {item['input']!r}")
+            said = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+            lines.append(f"{where}{key}: {said}, got {item['input']!r}")
     return "; ".join(lines)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from octavo.cli.options import Option, closest, options_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError
+from octavo.wording import on_one_line
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -140,7 +141,7 @@ def _from_file(path: str) -> dict[str, Found]:
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+        raise ConfigError(f"--config {path}: not valid YAML: {on_one_line(error)}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

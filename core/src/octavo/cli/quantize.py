@@ -21,6 +21,7 @@ from octavo.cli.console import Stages
 from octavo.cli.flags import add_flags, read
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, PluginError
+from octavo.first_party import owner
 from octavo.interfaces import Quantize, QuantizeTask
 from octavo.wording import complaints, hint
 
@@ -123,7 +124,8 @@ def maker(catalog: Catalog, method: str) -> tuple[Entry, Quantize]:
     named = [entry for entry in found if entry.name == method]
     if not named:
         raise ConfigError(
-            f"METHOD {method!r}: no installed quantizer of this name makes checkpoints{hint(method, [e.name for e in found])}"
+            f"METHOD {method!r}: no installed quantizer of this name makes checkpoints"
+            f"{owner('quantizer', method) or hint(method, [e.name for e in found])}"
         )
     entry = named[0]
     if entry.state != "ok":
@@ -149,7 +151,7 @@ def parse_options(method: str, model: type[Options], pairs: Sequence[str]) -> Op
     try:
         return model.model_validate_strings(values)
     except ValidationError as error:
-        raise ConfigError(complaints(f"--set of {method}", model, error)) from error
+        raise ConfigError(complaints("--set ", model, error)) from error
 
 
 def _text(path: Path | None) -> str | None:

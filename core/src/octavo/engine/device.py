@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,6 +174,12 @@ def spare_threads(asked: int | None = None, *, sample: float = 0.1) -> Threads:
     serves, `octavo.engine.threads` keeps looking.
     """
     if asked is not None:
+        processors = len(_processors())
+        if asked > processors:
+            raise ConfigError(
+                f"--num-threads {asked}: this process may run on {processors} processors, and more threads than that wait for each "
+                f"other; give at most {processors}, or leave the flag out"
+            )
         return Threads(asked, "named in the configuration", asked)
     cores = physical_cores()
     reason = f"{cores} physical core{'s' * (cores != 1)}"
@@ -190,13 +196,16 @@ def spare_threads(asked: int | None = None, *, sample: float = 0.1) -> Threads:
 
 def physical_cores(allowed: Iterable[int] | None = None) -> int:
     """Physical cores among the processors that this process may run on: two hyper-threads count once."""
-    if allowed is None:
-        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = set()
-    for cpu in allowed:
+    for cpu in _processors() if allowed is None else allowed:
         siblings = _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").strip()
         cores.add(siblings or str(cpu))
     return max(len(cores), 1)
+
+
+def _processors() -> Collection[int]:
+    """Those that this process may run on, hyper-threads counted one by one."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def others_busy(seconds: float) -> float:

@@ -44,7 +44,7 @@ def beside(base: EngineConfig, model: str, settings: Mapping[str, Any]) -> Engin
     try:
         return EngineConfig(**{**taken, **settings, "model": model})
     except ValidationError as error:
-        raise ConfigError(complaints("model", EngineConfig, error)) from error
+        raise ConfigError(complaints("model.", EngineConfig, error)) from error
 
 
 def successor(old: EngineConfig, model: str, settings: Mapping[str, Any]) -> EngineConfig:
@@ -52,7 +52,7 @@ def successor(old: EngineConfig, model: str, settings: Mapping[str, Any]) -> Eng
     try:
         return EngineConfig(**{**{name: getattr(old, name) for name in old.model_fields_set}, **settings, "model": model})
     except ValidationError as error:
-        raise ConfigError(complaints("model", EngineConfig, error)) from error
+        raise ConfigError(complaints("model.", EngineConfig, error)) from error
 
 
 def _inherited(name: str) -> bool:

@@ -23,10 +23,10 @@ from octavo.engine.orders import Orders
 from octavo.engine.prefixes import Prefix, Warmed, read_prefixes
 from octavo.engine.streams import Prompt, Stream, prompt_parts
 from octavo.engine.totals import Totals
-from octavo.errors import AdmissionRefused, ConfigError, EngineDead, RequestError
+from octavo.errors import AdmissionRefused, ConfigError, EngineDead, LoadError, RequestError
 from octavo.model.source import ModelSource, resolve_source
 from octavo.request import EngineStats, Event, Events, ModelInfo, Request, SamplingParams, check_request
-from octavo.text.chat import Messages, render_chat
+from octavo.text.chat import Messages, compile_template, render_chat
 from octavo.text.output import OutputProcessor, RequestOutput
 from octavo.text.tokenizer import Tokenizer
 
@@ -53,6 +53,11 @@ def _tokenizer(source: ModelSource, config: EngineConfig) -> Tokenizer:
     """All of it at once: whatever a first conversation had to make would hold up everybody who is served then."""
     tokenizer = Tokenizer.from_source(source, config)
     tokenizer.prepare()
+    if tokenizer.chat_template is not None:
+        try:
+            compile_template(tokenizer.chat_template)
+        except LoadError as error:  # completions need no template
+            log.warning("%s: %s; conversations are refused (--chat-template FILE names another)", source.path, error)
     return tokenizer
 
 

@@ -30,7 +30,7 @@ from octavo.engine.sizing import (
     workspace_bytes,
 )
 from octavo.errors import ConfigError, LoadError
-from octavo.interfaces import AttentionParts, CacheLayout, KVGroup, Limits, ModelFacts
+from octavo.interfaces import AttentionParts, CacheLayout, KVGroup, Limits, ModelAdapter, ModelFacts
 
 if TYPE_CHECKING:
     from octavo.model.source import ModelSource
@@ -153,7 +153,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype, quantizer.accept.preferences.get("kv_cache_dtype"))
     model = catalog.resolve("model", needs("model", architecture=architecture, config=source.config), config.model_adapter)
     adapter = model.create(None)
-    facts: ModelFacts = adapter.facts(source.config, dtype, kv_dtype)
+    facts = _facts(adapter, source, dtype, kv_dtype)
     limits = _limits(config, facts, device, why)
 
     wanted = None if config.block_size == "auto" else config.block_size
@@ -232,6 +232,15 @@ def attention_facts(facts: ModelFacts, kv_dtype: str, block_size: int | None) ->
         "softcap": max(layer.softcap for layer in layers),
         "sinks": any(layer.has_sinks or layer.sinks is not None for layer in layers),
     }
+
+
+def _facts(adapter: ModelAdapter, source: ModelSource, dtype: str, kv_dtype: str) -> ModelFacts:
+    """The model's facts. LoadError names the file that is wrong, which an adapter does not know."""
+    try:
+        return adapter.facts(source.config, dtype, kv_dtype)
+    except LoadError as error:
+        where = source.path if source.kind == "gguf" else source.path / "config.json"
+        raise LoadError(f"{where}: {error}") from error
 
 
 def _stretched(config: EngineConfig, source: ModelSource, why: dict[str, str]) -> ModelSource:
@@ -343,7 +352,10 @@ def _checkpoint(config: EngineConfig, source: ModelSource, why: dict[str, str]) 
 
     if config.awq_ckpt_path is None:
         return source
-    found = resolve_source(config.awq_ckpt_path)
+    try:
+        found = resolve_source(config.awq_ckpt_path)
+    except LoadError as error:
+        raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: {error}") from error
     method = found.quantization_config.get("quant_method")
     if method != "awq":
         raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: its quant_method is {method!r}, not 'awq'")

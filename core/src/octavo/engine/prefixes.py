@@ -29,6 +29,7 @@ from octavo.cache.prefix import PUBLIC
 from octavo.engine.pins import WantedPins
 from octavo.errors import ConfigError
 from octavo.interfaces import Allocator
+from octavo.wording import on_one_line
 
 MAX_PREFIXES = 1024
 
@@ -67,7 +68,7 @@ def read_prefixes(path: str | Path) -> list[Prefix]:
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {on_one_line(error)}") from error
     return parse_prefixes(entries, where)
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from octavo.errors import LoadError, RequestError
+from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.text.detokenizer import Detokenizer, Pieces, pieces_of
+from octavo.text.template import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -55,14 +56,13 @@ class Tokenizer:
     @classmethod
     def from_source(cls, source: ModelSource, config: EngineConfig) -> Tokenizer:
         """The tokenizer of a resolved model, or the one that --tokenizer names, with --chat-template if given.
-        LoadError names the file that is wrong.
+        LoadError names the file that is wrong, ConfigError the flag.
 
         Sources with the same files share one tokenizer while somebody uses it: to make one holds the interpreter's lock
         for a fifth of a second, and a server that replaces a model by its next version has others to serve meanwhile."""
-        from octavo.model.source import locate
         from octavo.model.tokenizer_files import fingerprint, load_tokenizer_files
 
-        where = source if config.tokenizer is None else locate(config.tokenizer, weights=False)[0]
+        where = source if config.tokenizer is None else _located(config.tokenizer)
         template = None if config.chat_template is None else _read_template(config.chat_template)
         key = (*fingerprint(where), template)
         with _MAKING:
@@ -218,8 +218,21 @@ def _with_special(backend: Backend, names: frozenset[str]) -> Backend:
     return Copy.from_str(json.dumps(data))
 
 
+def _located(tokenizer: str) -> Path:
+    from octavo.model.source import locate
+
+    try:
+        return locate(tokenizer, weights=False)[0]
+    except LoadError as error:
+        raise ConfigError(f"--tokenizer {tokenizer}: {error}") from error
+
+
 def _read_template(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
+        ChatTemplate(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"{path}: the chat template cannot be read: {error}") from error
+        raise ConfigError(f"--chat-template {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except LoadError as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from error
+    return text
