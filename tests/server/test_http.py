@@ -307,6 +307,24 @@ def test_an_id_or_a_size_out_of_range_is_400_and_the_next_request_works(client: 
     ask(client, "/v1/completions", TEXT)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_tokens": -1}),
+        ("/v1/completions", {"prompt": list(range(5)), "max_tokens": 10**6}),
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/responses", {"input": "x", "top_p": 2}),
+        ("/generate", {"prompt": "x", "temperature": -1}),
+    ],
+)
+def test_a_wrong_request_for_a_stream_is_answered_plainly_and_no_stream_begins(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    response = client.post(path, json={**body, "stream": True})
+    assert response.status_code == 400 and response.headers["content-type"] == "application/json"
+    error_of(response)
+
+
 def test_an_empty_prompt_is_the_begin_token_alone(client: httpx.Client) -> None:
     for prompt in ("", [""]):
         assert ask(client, "/v1/completions", {**TEXT, "prompt": prompt})["usage"]["prompt_tokens"] == 1
