@@ -74,3 +74,8 @@ def test_a_wrong_option_is_named_with_the_nearest_right_one() -> None:
         LLM("demo", max_modellen=3)
     with pytest.raises(TypeError, match="max_tokenz"):
         SamplingParams(max_tokenz=3)  # type: ignore[call-arg]
+
+
+def test_another_models_tokenizer_is_refused_before_anything_is_built(tiny: Path, demo_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tokenizer demo: the tokenizer has 49152 tokens and the model's vocabulary 512"):
+        LLM(str(tiny), tokenizer="demo", num_threads=1)

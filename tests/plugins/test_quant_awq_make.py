@@ -238,6 +238,17 @@ def test_inputs_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_module_to_skip_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    with pytest.raises(
+        QuantizeError, match=r"--skip mlp\.down: no module of this model is called so; there are .*mlp\.down_proj"
+    ):
+        make(model, tmp_path / "out", "group_size=32", "search=false", "skip=lm_head,mlp.down")
+    assert not (tmp_path / "out").exists()
+    report = make(model, tmp_path / "out", "group_size=32", "search=false", "skip=lm_head,layers.1,mlp.down_proj")["report"]
+    assert report["matrices"] == 6
+
+
 def test_wrong_options_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"group_size.*must be one of 32, 64, 128, -1"):
         make(tmp_path, tmp_path / "out", "group_size=48")

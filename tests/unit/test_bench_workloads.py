@@ -93,3 +93,14 @@ def test_a_shape_can_be_written_with_a_tokenizer_of_its_vocabulary(tmp_path: Pat
     assert made.get_vocab_size() == SHAPES["qwen3-0.6b"]["vocab_size"]
     assert made.decode(made.encode("The capital of France é").ids) == "The capital of France é"
     assert len({made.decode([i]) for i in range(1000, 2000)}) == 1000
+
+
+def test_a_shape_overwrites_nothing_but_itself(tmp_path: Path) -> None:
+    folder = write_shape("qwen3-0.6b", tmp_path / "shape", tokenizer=True)
+    assert write_shape("qwen3-0.6b", folder) == folder
+    with pytest.raises(ConfigError, match=r"holds something else than the shape llama-3\.1-8b"):
+        write_shape("llama-3.1-8b", folder)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        write_shape("qwen3-0.6b", tmp_path)
+    assert not (tmp_path / "config.json").exists()

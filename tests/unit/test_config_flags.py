@@ -64,6 +64,8 @@ def another_value(option: Option) -> tuple[str, Any]:
         return "4321", 4321
     if option.name == "rope_scaling_factor":
         return "2.5", 2.5  # at least 1
+    if option.name == "otlp_traces_endpoint":
+        return "http://collector/v1/traces", "http://collector/v1/traces"
     return ("0.5", 0.5) if float in option.kinds else ("word", "word")
 
 
@@ -184,6 +186,10 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
             server("--config", config_file(tmp_path, text))
             engine("--config", config_file(tmp_path, text))
         assert "octavo.yaml" in str(error.value) and "\n" not in str(error.value)
+
+    def test_an_address_of_traces_that_is_none(self) -> None:
+        with pytest.raises(ConfigError, match="--otlp-traces-endpoint: 'collector' is not allowed; it must begin with http"):
+            server("--otlp-traces-endpoint", "collector")
 
     def test_a_file_that_is_not_there(self) -> None:
         with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):

@@ -250,6 +250,18 @@ def test_a_wrong_flag_is_named(tmp_path: Path, flag: dict[str, str], message: st
         Tokenizer.from_source(resolved(folder(tmp_path / "v1")), config)
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_another_models() -> None:
+    tokenizer = make("byte_level")
+    size = tokenizer.backend.get_vocab_size(with_added_tokens=False)
+    tokenizer.check_fits(size, "here")
+    with pytest.raises(
+        ConfigError, match=rf"^here: the tokenizer has {size} tokens and the model's vocabulary {size - 1}, .*--tokenizer$"
+    ):
+        tokenizer.check_fits(size - 1, "here")
+    tokenizer.backend.add_tokens(["<extra>"])  # past the model's last id: a prompt may still be written without it
+    tokenizer.check_fits(size, "here")
+
+
 def test_a_gguf_file_that_was_written_anew_is_read_anew(demo_path: Path, tmp_path: Path) -> None:
     copy = tmp_path / "m.gguf"
     copy.symlink_to(demo_path)

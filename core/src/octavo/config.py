@@ -183,6 +183,13 @@ class ServerConfig(_Config):
         None, "OTLP/HTTP address that traces are sent to (needs octavo[otel]); none are made without it.", group="server"
     )
 
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("must begin with http:// or https://, and be the whole address (http://collector:4318/v1/traces)")
+        return value
+
 
 SECRET_VARIABLES = frozenset(
     f"OCTAVO_{name.upper()}"

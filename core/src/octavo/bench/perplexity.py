@@ -69,7 +69,7 @@ def measure(
     tokenizer = Tokenizer.from_source(source, config)
     texts = windows(tokenizer.encode(text, add_special=False), window, tokenizer.bos_id if tokenizer.add_bos else None)[:limit]
     if not texts:
-        raise ConfigError("the text has fewer than two tokens: there is nothing to score")
+        raise ConfigError("--text: the text has fewer than two tokens: there is nothing to score")
     engine = build_engine(config, discover(config.plugins), progress=tell)
     if engine.info.max_model_len <= window:
         raise ConfigError(f"--window {window}: must be shorter than the model's context of {engine.info.max_model_len} tokens")

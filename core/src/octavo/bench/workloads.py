@@ -152,9 +152,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 def write_shape(name: str, folder: Path, *, tokenizer: bool = False) -> Path:
     """A model folder that holds config.json alone; `--load-format dummy` fills the weights. With `tokenizer` also a
-    made-up one of the shape's vocabulary, so that the folder can be served over HTTP: one token a byte of the prompt, and a short word for each other id."""
+    made-up one of the shape's vocabulary, so that the folder can be served over HTTP: one token a byte of the prompt, and a short word for each other id.
+
+    ConfigError if the folder holds anything else than this shape, OSError if it cannot be written."""
+    config = folder / "config.json"
+    text = json.dumps(SHAPES[name], indent=1)
+    if folder.is_dir() and any(folder.iterdir()) and not (config.is_file() and config.read_text() == text):
+        raise ConfigError(f"{folder}: holds something else than the shape {name}; nothing is overwritten, so name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    config.write_text(text)
     if tokenizer:
         _write_tokenizer(int(SHAPES[name]["vocab_size"]), folder)
     return folder
@@ -169,5 +175,5 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(made.to_str(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -20,7 +20,7 @@ from octavo.plugins import discover
 from octavo.request import Request, SamplingParams, check_request
 from octavo.text.chat import Messages, render_chat
 from octavo.text.output import OutputProcessor, RequestOutput
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer, place_of
 from octavo.wording import complaints
 
 
@@ -40,6 +40,7 @@ class LLM:
         plan = plan_engine(config, discover(config.plugins))
         self.config = config
         self.tokenizer = Tokenizer.from_source(plan.source, config)
+        self.tokenizer.check_fits(plan.facts.vocab_size, place_of(config, plan.source))
         self.engine = build_from_plan(plan)
         self._processor = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()

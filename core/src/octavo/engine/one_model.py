@@ -28,7 +28,7 @@ from octavo.model.source import ModelSource, resolve_source
 from octavo.request import EngineStats, Event, Events, ModelInfo, Request, SamplingParams, check_request
 from octavo.text.chat import Messages, compile_template, render_chat
 from octavo.text.output import OutputProcessor, RequestOutput
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer, place_of
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class OneModel:
             llm.tokenizer = await asyncio.to_thread(_tokenizer, source, config)
             llm._processor = OutputProcessor(llm.tokenizer)
             ready = await starting
+            llm.tokenizer.check_fits(ready.info.vocab_size, place_of(config, source))
         except BaseException:
             await llm._engine.close(grace=0.5)
             raise

@@ -14,11 +14,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import processors
 from torch import Tensor
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, QuantizeError
 from octavo.model.checkpoint import INDEX, SINGLE, checkpoint_headers
 from octavo.model.readers import read_gguf, read_safetensors
 from octavo.model.source import ModelSource
@@ -92,7 +93,10 @@ class CheckpointWriter:
     def _flush(self) -> None:
         if self._pending:
             shard = self._shard(len(self._shards))
-            save_file(self._pending, shard, {"format": "pt"})
+            try:
+                save_file(self._pending, shard, {"format": "pt"})
+            except SafetensorError as error:  # the disk is full, say
+                raise QuantizeError(f"{self.out}: {len(self._pending)} tensors cannot be written: {error}") from error
             shard.chmod(0o644)  # the library makes files that only their owner can read
             self._shards.append(list(self._pending))
             self._pending, self._size = {}, 0
@@ -137,7 +141,7 @@ class CheckpointWriter:
             )
             own = tokenizer.post_processor
             tokenizer.post_processor = begin if own is None else processors.Sequence([own, begin])
-        tokenizer.save(str(self._folder / "tokenizer.json"))
+        (self._folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         texts = {"bos_token": files.bos_text, "eos_token": files.eos_text, "pad_token": files.pad_text}
         self._json("tokenizer_config.json", settings | {name: text for name, text in texts.items() if text})
         for name, template in files.chat_templates.items():

@@ -112,6 +112,16 @@ class Tokenizer:
         """The id of exactly this piece or special token."""
         return self.backend.token_to_id(text)
 
+    def check_fits(self, vocab_size: int, where: str) -> None:
+        """ConfigError if it is another model's, which gives ids that this one does not have. Tokens that were added to a
+        vocabulary may lie past the model's: prompts that use them are refused one by one."""
+        own = self.backend.get_vocab_size(with_added_tokens=False)
+        if own > vocab_size:
+            raise ConfigError(
+                f"{where}: the tokenizer has {own} tokens and the model's vocabulary {vocab_size}, so it is another model's; "
+                "give this model's with --tokenizer"
+            )
+
     def prepare(self) -> None:
         """Make what the first conversation would make: a copy, and for as long as it takes no other thread runs."""
         self._encoder()
@@ -216,6 +226,11 @@ def _with_special(backend: Backend, names: frozenset[str]) -> Backend:
     for token in data["added_tokens"]:
         token["special"] = token["special"] or token["content"] in names
     return Copy.from_str(json.dumps(data))
+
+
+def place_of(config: EngineConfig, source: ModelSource) -> str:
+    """Where a model's tokenizer comes from, for errors."""
+    return f"--tokenizer {config.tokenizer}" if config.tokenizer is not None else str(source.text_path or source.path)
 
 
 def _located(tokenizer: str) -> Path:

@@ -7,7 +7,7 @@ computed is in `rounding` and `search`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ def quantize(options: AwqMakeOptions, task: QuantizeTask) -> Quantized:
     texts = calibration_windows(task, options.window, options.samples) if options.search else []
     whole = [text for text in texts if len(text) == options.window] or texts[:1]
     model = WatchedModel(task, len(whole[0]) if whole else options.window, task.device.free_memory // 4)
+    linears = [module.name for modules in model.linears for module in modules]
+    _check_skipped(options.skip, config, linears, model.tensors.names())
     config["modules_to_not_convert"] = [*options.skip, *model.routers()] or None
     scheme = read_awq(config)
     layer = task.adapter.facts(task.source.config, task.dtype, task.dtype).layers[0]
@@ -58,6 +60,15 @@ def quantize(options: AwqMakeOptions, task: QuantizeTask) -> Quantized:
     if making.ratios:
         report["mean exponent"] = round(sum(making.ratios.values()) / len(making.ratios), 3)
     return Quantized(config, report)
+
+
+def _check_skipped(skip: Iterable[str], config: Mapping[str, Any], linears: Sequence[str], others: Iterable[str]) -> None:
+    """QuantizeError for a name to skip that nothing in the model has: what was meant would be quantised."""
+    names = ("lm_head", *linears, *others)  # a head that shares the embedding's matrix has no name of its own
+    for name in skip:
+        if not any(map(read_awq({**config, "modules_to_not_convert": [name]}).plain, names)):
+            there = dict.fromkeys(".".join(linear.split(".")[-2:]) for linear in linears)
+            raise QuantizeError(f"--skip {name}: no module of this model is called so; there are {', '.join(list(there)[:12])}")
 
 
 def _groups(model: WatchedModel, scheme: Scheme, v: tuple[int, int]) -> tuple[Group, ...]:
