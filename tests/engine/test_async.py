@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 from octavo.config import EngineConfig
 from octavo.engine.async_llm import AsyncLLM
-from octavo.errors import AdmissionRefused, ConfigError, EngineDead, RequestError
+from octavo.engine.client import EngineProcess
+from octavo.errors import AdmissionRefused, ConfigError, EngineDead, LoadError, RequestError
 from octavo.request import SamplingParams
 from octavo.text.output import RequestOutput
 
@@ -190,6 +192,38 @@ def test_a_start_that_fails_says_why_in_the_engines_own_words(tiny: Path) -> Non
             await AsyncLLM.start(config(tiny, max_model_len=1 << 20))
 
     asyncio.run(main())
+
+
+def test_a_signal_to_the_whole_group_leaves_a_child_that_still_imports_to_its_parent(tiny: Path) -> None:
+    """As Ctrl-C does, the moment the child is there."""
+
+    async def main() -> None:
+        process = EngineProcess(lambda kind, body: None, lambda reason: None)
+        starting = asyncio.create_task(process.start(config(tiny)))
+        while process.pid is None:
+            await asyncio.sleep(0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(process.pid, number)
+        try:
+            assert (await asyncio.wait_for(starting, 60)).info.vocab_size == 512
+        finally:
+            await process.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_tokenizer_is_wrong_ends_without_a_word(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+
+    async def main() -> None:
+        with pytest.raises(LoadError, match=r"broken/tokenizer\.json: not a tokenizer"):
+            await AsyncLLM.start(config(broken))
+
+    asyncio.run(main())
+    assert capfd.readouterr().err == ""
 
 
 def test_an_engine_that_dies_before_it_says_a_word_does_not_hang_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -138,3 +139,11 @@ def test_what_follows_two_dashes_is_handed_on(words: list[str]) -> None:
 
 def test_nothing_to_hand_on() -> None:
     assert cli.build_parser(["bench", "startup", "demo"]).parse_args(["bench", "startup", "demo"]).flags == []
+
+
+def test_control_c_while_python_still_imports_says_nothing(tmp_path: Path) -> None:
+    """The stand-in for a slow import sends the signal itself: it comes at that moment, however quick the machine."""
+    (tmp_path / "yaml.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from octavo.cli.start import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -2,6 +2,6 @@
 
 import sys
 
-from octavo.cli.main import main
+from octavo.cli.start import main
 
 sys.exit(main())

@@ -25,6 +25,7 @@ from octavo.engine import messages
 from octavo.engine.liveness import STACKS, Liveness
 from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import LIMIT, relay
+from octavo.engine.signals import held_signals
 from octavo.engine.turns import Portion
 from octavo.errors import ConfigError, EngineDead
 from octavo.request import Events, Request
@@ -95,12 +96,13 @@ class EngineProcess:
         self._progress = progress
         address = f"ipc://{self._folder}/engine"
         self._socket.bind(address)
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "octavo.engine.process", address, *(["relay"] if self._relay_log else [])),
-            env={name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
-            stderr=asyncio.subprocess.PIPE if self._relay_log else None,
-            limit=LIMIT,
-        )
+        with held_signals():
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "octavo.engine.process", address, *(["relay"] if self._relay_log else [])),
+                env={name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
+                stderr=asyncio.subprocess.PIPE if self._relay_log else None,
+                limit=LIMIT,
+            )
         # A PAIR socket waits for its peer: a child that dies before it connects must be seen while we wait.
         # They outlive whoever asked for this engine: what they log is not part of that request.
         self._tasks = [

@@ -109,15 +109,17 @@ class OneModel:
         prefixes = await asyncio.to_thread(read_prefixes, config.warm_prefixes) if config.warm_prefixes else []
         source = await asyncio.to_thread(resolve_source, config.model, config.revision, weights=config.load_format != "dummy")
         llm = cls(config, source, relay_log=relay_log, patience=patience)
+        # The engine builds while this process loads the tokenizer: neither needs the other.
+        resolved = config.model_copy(update={"model": str(source.path)})
+        starting = asyncio.create_task(llm._engine.start(resolved, on_progress))
         try:
-            # The engine builds while this process loads the tokenizer: neither needs the other.
-            resolved = config.model_copy(update={"model": str(source.path)})
-            starting = asyncio.create_task(llm._engine.start(resolved, on_progress))
             llm.tokenizer = await asyncio.to_thread(_tokenizer, source, config)
             llm._processor = OutputProcessor(llm.tokenizer)
             ready = await starting
             llm.tokenizer.check_fits(ready.info.vocab_size, place_of(config, source))
         except BaseException:
+            starting.cancel()  # a child that was started behind the close would have no parent that ends it
+            await asyncio.gather(starting, return_exceptions=True)
             await llm._engine.close(grace=0.5)
             raise
         llm.info, llm.explain, llm.inventory, llm.alive = ready.info, ready.explain, ready.inventory, True

@@ -26,6 +26,7 @@ from octavo.engine import messages
 from octavo.engine.liveness import STACKS
 from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import send_records
+from octavo.engine.signals import leave_signals_to_parent
 from octavo.errors import AdmissionRefused, ConfigError, OctavoError
 from octavo.request import Events
 
@@ -151,22 +152,18 @@ def _resized(engine: Engine, order: messages.Resize) -> messages.Resized:
 def main(address: str) -> int:
     parent = os.getppid()
     die_with_parent()
-    # Ctrl-C reaches the whole process group, and service managers signal every process of a service: if the
-    # engine went at once, the parent would have nothing to drain. The parent decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    leave_signals_to_parent()
     faulthandler.register(STACKS)  # to stderr, so to the log
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.linger = 1000
     socket.connect(address)
-    _, body = socket.recv_multipart()
-    config = EngineConfig.model_validate_json(msgspec.msgpack.decode(body, type=str))
-    loop = EngineLoop(socket, parent)
     try:
-        loop.run(config)
+        kind, body = socket.recv_multipart()
+        if kind == messages.CONFIG:  # else the parent has failed meanwhile, and wants no engine any more
+            config = EngineConfig.model_validate_json(msgspec.msgpack.decode(body, type=str))
+            EngineLoop(socket, parent).run(config)
         return 0
     except OctavoError as error:
         socket.send_multipart(pack(messages.DEAD, messages.Dead(str(error), config=True)))
