@@ -33,7 +33,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bo
     from triton import knobs
 
     heard: list[tuple[str, bool]] = []
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "kernels"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, cache_hit, **_: heard.append((src.name, cache_hit)))
     return heard
 
@@ -47,17 +47,17 @@ def test_kernels_are_compiled_and_not_launched(ops: Any, fresh: list[tuple[str, 
     x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((3, 7168), (7168,)))
     with ops["compile_ahead", "plain"]() as ahead:
         for _ in range(3):
-            first = ops["rms_norm", "plain"](x, weight, 1e-5)
+            first = ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16)
             second = ops["silu_mul", "plain"](x)
     assert not first.any() and not second.any()
     assert len(ahead.started) == ahead.compiled + ahead.fetched == len(fresh) == 2 and not ahead.nothing_new
-    got = ops["rms_norm", "plain"](x, weight, 1e-5)
+    got = ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16)
     want = torch.nn.functional.rms_norm(x.float(), (7168,), weight.float(), 1e-5)
     assert len(fresh) == 2, "compiled once, and ready"
     torch.testing.assert_close(got.float(), want, atol=0.05, rtol=0.02)
     with ops["compile_ahead", "plain"]() as ahead:
-        ops["rms_norm", "plain"](x, weight, 1e-5)
-    assert torch.equal(got, ops["rms_norm", "plain"](x, weight, 1e-5))
+        ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16)
+    assert torch.equal(got, ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16))
 
 
 def test_a_failing_compilation_is_raised_and_leaves_launches_as_they_were(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,3 +126,35 @@ def test_the_end_of_a_cached_prompt_is_replayed_and_changes_no_token(tiny: Path,
         solo = alone(plain, request(plain, "solo", prompt, max_tokens=20, ignore_eos=True))["solo", 0].tokens
         assert together[str(i), 0].tokens == solo
         assert one_by_one[i]["x", 0].tokens == solo
+
+
+def test_logits_of_all_sizes_lie_in_one_place_and_are_those_of_their_own_step(tmp_path: Path) -> None:
+    """Rows end one after the other and ask for log-probabilities and truncation, so that every step reads its logits, of
+    ever another size, while the step before is still on its way."""
+    from tests.tiny import tiny_llama
+
+    vocab = 100_000
+    folder = tiny_llama(tmp_path / "wide", vocab_size=vocab)
+    asks = [
+        {"prompt": [9 + i, 30, 77 + i], "max_tokens": 3 + i, "ignore_eos": True, "logprobs": 2, "top_k": 0 if i % 3 else 1}
+        for i in range(24)
+    ]
+    found = {}
+    for eager in (False, True):
+        gpu = gpu_engine(folder, block_size=16, max_num_seqs=128, num_gpu_blocks_override=160, enforce_eager=eager)
+        before = torch.cuda.memory_reserved()
+        found[eager] = run(gpu, [request(gpu, str(i), **ask) for i, ask in enumerate(asks)])
+        if not eager:
+            sizes = range(32, 129, 8)
+            for n in sizes:
+                run(gpu, [request(gpu, str(i), [11 + i, 12], max_tokens=3, ignore_eos=True) for i in range(n)])
+            held = torch.cuda.memory_reserved() - before
+            own = 4 * vocab * sum((8, 16, 24, *sizes))
+            assert held < own / 2, "far less than the logits of these sizes, one beside the other"
+        gpu.close()
+    for key, one in found[False].items():
+        other = found[True][key]
+        assert one.tokens == other.tokens
+        for event, same in zip(one.events, other.events, strict=True):
+            for mine, its in zip(event.logprobs or [], same.logprobs or [], strict=True):
+                assert mine.top_ids[:2] == its.top_ids[:2] and abs(mine.logprob - its.logprob) < 1e-3

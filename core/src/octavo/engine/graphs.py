@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from octavo.transfer import copy_into
 log = logging.getLogger(__name__)
 
 COLUMNS = 5
+
+ROOM = 32 << 20
+"""Bytes that the graphs' memory begins with beside the logits of the largest size: for what a forward pass holds while it makes them."""
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -97,6 +100,9 @@ class StepGraphs:
         self._variant = getattr(attention, "variant", None)  # interfaces.StepVariants
         self._buckets: dict[tuple[int, str], _Bucket] = {}  # by rows and the backend's kind of step
         self._memory = torch.cuda.graph_pool_handle() if capture else None
+        # One stream for all captures: libraries keep a workspace for each that they have seen.
+        self._side = torch.cuda.Stream(device) if capture else None  # type: ignore[no-untyped-call]
+        self._recorded = False
         self.seconds = 0.0  # spent capturing, in all
 
     def run(self, step: TokenRows) -> Answer | None:
@@ -170,20 +176,46 @@ class StepGraphs:
     def _record(self, bucket: _Bucket, host: StepHost) -> None:
         """Run once outside the graph (kernels compile, libraries allocate), then capture."""
         began = time.perf_counter()
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            self._forward(bucket, host)
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        assert self._side is not None
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            width = self._forward(bucket, host).logits.shape[1]
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            bucket.answer = self._forward(bucket, host)
-        bucket.graph = graph
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._side):
+            if not self._recorded:
+                # The first piece of that memory, free again at once: sizes are captured in ascending order, and the logits of none
+                # would fit where those of a smaller one were.
+                torch.empty(4 * self._sizes[-1] * width + ROOM, dtype=torch.uint8, device=self._device)
+            answer = self._forward(bucket, host)
+        # Logits are read before anything else is replayed, so all sizes may have theirs in one place: not owned, it is free for the
+        # next capture. Owned, those of a large vocabulary would add up to gigabytes.
+        bucket.answer = replace(answer, logits=_borrowed(answer.logits))
+        bucket.graph, self._recorded = graph, True
         self.seconds += time.perf_counter() - began
         kind = (
             f" with {', '.join(f'{len(s.rows)} rows over {s.tokens} shared tokens' for s in host.shared)}" if host.shared else ""
         )
         log.info("captured the graph of %d rows%s in %.2f s", bucket.size, kind, time.perf_counter() - began)
+
+
+class _Memory:
+    """A float32 tensor's memory by its address alone."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": "<f4",
+            "version": 3,
+        }
+
+
+def _borrowed(logits: Tensor) -> Tensor:
+    """The same float32 values in the memory pool of the graphs, which outlives them, without keeping them there."""
+    assert logits.dtype == torch.float32
+    return torch.as_tensor(_Memory(logits), device=logits.device)
 
 
 def _host_lengths(step: TokenRows, size: int, scratch_row: int) -> StepHost:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
-from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime._async_compile import AsyncCompileMode, active_mode
 from triton.runtime.jit import JITFunction
 
 MOST_THREADS = 16
@@ -84,3 +84,4 @@ def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
             yield ahead
     finally:
         JITFunction.run, JITFunction._do_compile, knobs.compilation.listener = run, make, before
+        active_mode.set(None)  # it leaves itself on where a compilation has failed
