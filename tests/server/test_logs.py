@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -30,7 +31,8 @@ def root() -> Iterator[logging.Logger]:
     yield logger
     for handler in logger.handlers:
         if handler not in before:
-            handler.close()
+            with contextlib.suppress(OSError):  # what /dev/full still holds
+                handler.close()
     logger.handlers, logger.level = before, level
     for name, value in levels.items():
         logging.getLogger(name).setLevel(value)
@@ -110,6 +112,16 @@ def test_a_log_file_is_rotated_and_five_old_ones_are_kept(tmp_path: Path, root: 
 def test_a_log_file_that_cannot_be_written_stops_the_start(tmp_path: Path, root: logging.Logger) -> None:
     with pytest.raises(ConfigError, match="--log-file"):
         logs.configure(ServerConfig(log_file=str(tmp_path / "no" / "folder" / "log")))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_full_disk_is_said_once_and_the_terminal_goes_on(capsys: pytest.CaptureFixture[str], root: logging.Logger) -> None:
+    logs.configure(ServerConfig(log_file="/dev/full"))
+    for i in range(3):
+        logging.getLogger("octavo.test").info("line %d", i)
+    said = capsys.readouterr().err
+    assert said.count("--log-file /dev/full") == 1 and "Traceback" not in said and "Logging error" not in said
+    assert [f"line {i}" in said for i in range(3)] == [True, True, True]
 
 
 def test_a_text_line_names_its_request_once(capsys: pytest.CaptureFixture[str], root: logging.Logger) -> None:

@@ -15,6 +15,7 @@ import openai
 import pytest
 import trustme
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
 from octavo.server import tls
@@ -154,15 +155,24 @@ def test_unusable_files_stop_the_start_with_the_flags_named(tmp_path: Path) -> N
     other = Files.write(tmp_path / "other")
     good = {"ssl_certfile": str(files.certificate), "ssl_keyfile": str(files.key)}
     start(**good)
-    for bad in (
-        {**good, "ssl_keyfile": str(other.key)},
-        {**good, "ssl_certfile": str(tmp_path / "none")},
-        {**good, "ssl_ca_certs": str(files.key)},
-        {"ssl_keyfile": str(files.key)},
-        {"ssl_ca_certs": str(files.clients)},
+    none, locked = tmp_path / "none", tmp_path / "locked"
+    lock = serialization.BestAvailableEncryption(b"password")
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    key = serialization.load_pem_private_key(files.key.read_bytes(), None)
+    locked.write_bytes(key.private_bytes(pem, form, lock))
+    for bad, says in (
+        ({**good, "ssl_keyfile": str(other.key)}, f"--ssl-keyfile {other.key}: not a certificate and its key"),
+        ({**good, "ssl_certfile": str(none)}, f"--ssl-certfile {none}: cannot be read: No such file"),
+        ({**good, "ssl_keyfile": str(none)}, f"--ssl-keyfile {none}: cannot be read: No such file"),
+        ({**good, "ssl_keyfile": str(locked)}, "locked with a password"),
+        ({**good, "ssl_ca_certs": str(none)}, f"--ssl-ca-certs {none}: cannot be read: No such file"),
+        ({**good, "ssl_ca_certs": str(files.key)}, f"--ssl-ca-certs {files.key}: holds no certificates"),
+        ({"ssl_keyfile": str(files.key)}, "without --ssl-certfile"),
+        ({"ssl_ca_certs": str(files.clients)}, "without --ssl-certfile"),
     ):
-        with pytest.raises(ConfigError, match="--ssl-certfile"):
+        with pytest.raises(ConfigError) as caught:
             start(**bad)
+        assert says in str(caught.value)
 
 
 def test_a_renewal_that_fails_leaves_the_context_usable(tmp_path: Path) -> None:

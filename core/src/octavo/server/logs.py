@@ -64,6 +64,27 @@ class JsonLines(logging.Formatter):
         return json.dumps(told, ensure_ascii=False, default=str)
 
 
+class LogFile(RotatingFileHandler):
+    """A file of so many bytes, and five older ones. A disk that is full is said once on stderr, not with every line."""
+
+    def __init__(self, path: str, most: int) -> None:
+        super().__init__(path, maxBytes=most, backupCount=OLD_FILES, encoding="utf-8")
+        self._failed = self._lost = False  # this line, and the one before it
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._failed = False
+        super().emit(record)
+        self._lost = self._failed
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        self._failed = True
+        if not self._lost:
+            print(f"octavo: --log-file {self.baseFilename}: {error.strerror}; lines are lost from here on", file=sys.stderr)
+
+
 def configure(config: ServerConfig) -> None:
     """Send every record of this process to stderr, and to the log file where there is one.
 
@@ -72,9 +93,7 @@ def configure(config: ServerConfig) -> None:
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if config.log_file is not None:
         try:
-            handlers.append(
-                RotatingFileHandler(config.log_file, maxBytes=config.log_file_bytes, backupCount=OLD_FILES, encoding="utf-8")
-            )
+            handlers.append(LogFile(config.log_file, config.log_file_bytes))
         except OSError as error:
             raise ConfigError(f"--log-file {config.log_file}: cannot be written: {error.strerror or error}") from error
     for handler in handlers:

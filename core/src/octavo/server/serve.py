@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import resource
@@ -238,7 +239,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     try:
         uv.load()
     except OSError as exc:  # ssl.SSLError is one
-        raise ConfigError(f"{tls.FLAGS}: {exc}") from exc
+        raise ConfigError(f"--ssl-certfile {config.ssl_certfile}: {exc}") from exc
     return uv
 
 
@@ -259,7 +260,10 @@ def listen(config: ServerConfig) -> Iterator[socket.socket]:
     try:
         sock = _listen_tcp(config.host, config.port)
     except OSError as exc:
-        raise ConfigError(f"--host {config.host} --port {config.port}: cannot listen there: {exc.strerror or exc}") from exc
+        other = "; choose another --port, or 0 for any free one" if exc.errno == errno.EADDRINUSE else ""
+        raise ConfigError(
+            f"--host {config.host} --port {config.port}: cannot listen there: {exc.strerror or exc}{other}"
+        ) from exc
     with contextlib.closing(sock):
         yield sock
 
