@@ -35,7 +35,8 @@ SHARED = 228 << 10
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_chosen_shape_fits_as_often_as_it_says(shape: rows.Shape) -> None:
     assert (shape.shared + 2048) * shape.min_blocks <= SHARED
-    assert shape.rows % (4 * shape.split) == 0, "each block of a cluster finishes whole groups of four rows"
+    assert shape.rows % ((16 if shape.split > 1 else 4) * shape.split) == 0, "each block of a cluster finishes whole warps' rows"
+    assert shape.stages >= 2 and shape.x_stages >= 2, "a tile is given back while the next is multiplied"
     assert shape.rows % shape.box == 0 and shape.box % 8 == 0, "a copy takes whole groups of eight rows, as the swizzle has them"
 
 
@@ -54,8 +55,9 @@ def test_the_product_compiles_without_spilling(shape: rows.Shape, tmp_path: Path
 
 @pytest.mark.parametrize("kind", [few_rows.PLAIN, few_rows.NORM, few_rows.SWIGLU])
 @pytest.mark.parametrize("size", [64, 4096, 14336, 65536])
-def test_quantising_compiles_without_spilling(kind: int, size: int, tmp_path: Path) -> None:
-    assemble(few_rows.source(), few_rows.macros(kind, torch.float16, torch.float16, size), tmp_path)
+@pytest.mark.parametrize("count", [2, few_rows.MAX_ROWS])
+def test_quantising_compiles_without_spilling(kind: int, size: int, count: int, tmp_path: Path) -> None:
+    assemble(few_rows.source(), few_rows.macros(kind, torch.float16, torch.float16, few_rows.blocks(size, count)), tmp_path)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -68,13 +70,16 @@ def test_the_product_reads_as_constant_only_what_no_step_writes(shape: rows.Shap
 
 @pytest.mark.parametrize("kind", [few_rows.PLAIN, few_rows.NORM, few_rows.SWIGLU])
 def test_quantising_reads_as_constant_only_what_no_step_writes(kind: int, tmp_path: Path) -> None:
-    found = constant_loads(few_rows.source(), few_rows.macros(kind, torch.bfloat16, torch.float32, 4096), tmp_path)
+    found = constant_loads(
+        few_rows.source(), few_rows.macros(kind, torch.bfloat16, torch.float32, few_rows.blocks(4096, 8)), tmp_path
+    )
     assert found == (["v4.f32"] * 2 if kind == few_rows.NORM else []), "eight values of a norm's weight"
 
 
 @pytest.mark.parametrize("size", [8, 64, 576, 4096, 4104, 5000, 14336, 28672, 65536])
-def test_the_threads_of_a_row_cover_it_once(size: int) -> None:
-    cluster, threads, items = few_rows.blocks(size)
+@pytest.mark.parametrize("count", [1, 32, 33, few_rows.MAX_ROWS])
+def test_the_threads_of_a_row_cover_it_once(size: int, count: int) -> None:
+    cluster, threads, items = few_rows.blocks(size, count)
     assert cluster in (1, 2, 4, 8) and threads % 32 == 0 and threads <= 1024
     covered = cluster * threads * items * few_rows.VECTOR
     assert size <= covered and covered - size < cluster * 32 * items * few_rows.VECTOR

@@ -1,6 +1,6 @@
 """Norms, SwiGLU and plain rows to e4m3 in CUDA, for few rows: the launches of quantise.cu.
 
-Owns compiled variants, one for each length of a row. Compiling happens when a variant is first asked for, which must be before a graph is
+Owns compiled variants, one for each length of a row and way to cut it. Compiling happens when a variant is first asked for, which must be before a graph is
 captured. Many rows are quantise.py's: they fill the device by themselves.
 """
 
@@ -18,21 +18,22 @@ from octavo_quant_fp8.kernels.cuda import Function, compile_source
 
 PLAIN, NORM, SWIGLU = 0, 1, 2
 MAX_ROWS = 64
-MAX_THREADS, MAX_CLUSTER = 512, 8
+MAX_CLUSTER = 8
 VECTOR = 8
 """Channels that a thread loads at once."""
 
 
-def blocks(size: int) -> tuple[int, int, int]:
-    """(blocks of a row, threads of a block, vectors of a thread) for rows of `size` channels: one block unless its threads would have more
-    than one vector each."""
+def blocks(size: int, rows: int) -> tuple[int, int, int]:
+    """(blocks of a row, threads of a block, vectors of a thread) for so many rows of `size` channels: one block unless its threads would
+    have more than one vector each. Few rows are cut into smaller blocks, which find room beside the product in front."""
+    most = 256 if rows <= 32 else 512
     vectors = -(-size // VECTOR)
     cluster = 1
-    while cluster < MAX_CLUSTER and vectors > cluster * MAX_THREADS:
+    while cluster < MAX_CLUSTER and vectors > cluster * most:
         cluster *= 2
     each = -(-vectors // cluster)
-    threads = min(MAX_THREADS, -(-each // 32) * 32)
-    return cluster, threads, -(-vectors // (cluster * threads))
+    items = -(-each // most)
+    return cluster, -(-each // (32 * items)) * 32, items
 
 
 @cache
@@ -54,9 +55,9 @@ def serves(x: Tensor, size: int, *others: Tensor) -> bool:
     )
 
 
-def macros(kind: int, dtype: torch.dtype, weight: torch.dtype, size: int) -> dict[str, int]:
-    """What quantise.cu is compiled with."""
-    cluster, threads, items = blocks(size)
+def macros(kind: int, dtype: torch.dtype, weight: torch.dtype, cut: tuple[int, int, int]) -> dict[str, int]:
+    """What quantise.cu is compiled with. cut: of `blocks`."""
+    cluster, threads, items = cut
     return {
         "KIND": kind, "BF16": int(dtype == torch.bfloat16), "WEIGHT": 32 if weight == torch.float32 else 16,
         "CLUSTER": cluster, "THREADS": threads, "ITEMS": items,
@@ -68,10 +69,9 @@ def source() -> str:
 
 
 @cache
-def _function(kind: int, dtype: torch.dtype, weight: torch.dtype, size: int, device: torch.device) -> Function:
-    cluster, threads, _ = blocks(size)
-    module = compile_source(source(), macros(kind, dtype, weight, size), device)
-    return Function(module, "quantise", threads=threads, cluster=cluster, shared=0)
+def _function(kind: int, dtype: torch.dtype, weight: torch.dtype, cut: tuple[int, int, int], device: torch.device) -> Function:
+    module = compile_source(source(), macros(kind, dtype, weight, cut), device)
+    return Function(module, "quantise", threads=cut[1], cluster=cut[0], shared=0)
 
 
 def quantise(
@@ -80,11 +80,12 @@ def quantise(
 ) -> Activation:  # fmt: skip
     """Fill out: data e4m3 [M, size] and scale float32 [M, 1]. NORM: residual float32 becomes the sum."""
     rows, size = out.data.shape
-    call = _function(kind, x.dtype, torch.float32 if weight is None else weight.dtype, size, x.device)
+    cut = blocks(size, rows)
+    call = _function(kind, x.dtype, torch.float32 if weight is None else weight.dtype, cut, x.device)
     pointers = (
         x.data_ptr(), 0 if residual is None else residual.data_ptr(), 0 if weight is None else weight.data_ptr(),
         out.data.data_ptr(), out.scale.data_ptr(),
     )  # fmt: skip
     numbers = (size, x.stride(0), 0 if residual is None else residual.stride(0), float(eps), float(bound))
-    call((rows, blocks(size)[0], 1), (), pointers, numbers)
+    call((rows, cut[0], 1), (), pointers, numbers)
     return out

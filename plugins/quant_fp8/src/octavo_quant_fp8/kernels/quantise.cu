@@ -67,8 +67,9 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return r;
 }
 
-// (sum, peak) over all threads of the row's blocks, the same for each: parts are added in a fixed order.
-__device__ __forceinline__ float2 over_row(float sum, float peak) {
+// (sum, peak) over all threads of the row's blocks, the same for each: parts are added in a fixed order. barrier: of this block, for what the
+// others send.
+__device__ __forceinline__ float2 over_row(float sum, float peak, u32 barrier) {
     __shared__ float2 parts[WARPS];
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) {
@@ -81,19 +82,19 @@ __device__ __forceinline__ float2 over_row(float sum, float peak) {
 #pragma unroll
     for (int i = 1; i < WARPS; ++i) r.x += parts[i].x, r.y = larger(r.y, parts[i].y);
 #if CLUSTER > 1
-    __shared__ float2 whole;
-    if (threadIdx.x == 0) whole = r;
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    const u32 here = (u32)__cvta_generic_to_shared(&whole);
+    // To every block of the row, which waits for the bytes at its own barrier: no fence, and none leaves before what it is sent has come.
+    __shared__ float2 sent[CLUSTER];
+    if (threadIdx.x < CLUSTER) {
+        u32 to, there;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"((u32)__cvta_generic_to_shared(&sent[blockIdx.y])), "r"(threadIdx.x));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(threadIdx.x));
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                     :: "r"(to), "f"(r.x), "f"(r.y), "r"(there) : "memory");
+    }
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra again;\n}" :: "r"(barrier) : "memory");
     r = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int i = 0; i < CLUSTER; ++i) {
-        float2 p;
-        asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %2, %3;\nld.shared::cluster.v2.f32 {%0, %1}, [there];\n}"
-                     : "=f"(p.x), "=f"(p.y) : "r"(here), "r"(i) : "memory");
-        r.x += p.x, r.y = larger(r.y, p.y);
-    }
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); // waited for at the end: none leaves while another reads
+    for (int i = 0; i < CLUSTER; ++i) r.x += sent[i].x, r.y = larger(r.y, sent[i].y);
 #endif
     return r;
 }
@@ -107,6 +108,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise(
     float v[ITEMS][8];
     float sum = 0.0f, peak = 0.0f;
     asm volatile("griddepcontrol.launch_dependents;");
+#if CLUSTER > 1
+    __shared__ __align__(8) unsigned long long arrivals;
+    const u32 barrier = (u32)__cvta_generic_to_shared(&arrivals);
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(8 * CLUSTER) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    const u32 barrier = 0;
+#endif
 #if KIND == 1
     float w[ITEMS][8]; // no step writes weights
 #pragma unroll
@@ -144,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise(
 #pragma unroll
         for (int j = 0; j < 8; ++j) peak = larger(peak, fabsf(v[i][j]));
     }
-    const float2 all = over_row(sum, peak);
+    const float2 all = over_row(sum, peak, barrier);
     float factor = 1.0f; // of every value before it is quantised
 #if KIND == 1
     factor = 1.0f / sqrtf(all.x / size + eps);
@@ -164,7 +178,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise(
         for (int j = 0; j < 4; ++j) q[j] = pack(v[i][2 * j] * inverse, v[i][2 * j + 1] * inverse);
         *(uint2*)(data + (size_t)row * size + d) = make_uint2(q[0] | q[1] << 16, q[2] | q[3] << 16);
     }
-#if CLUSTER > 1
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
 }

@@ -6,36 +6,43 @@
 // A tile is CHUNKS panels of 128 inputs; the copies of W take BOX rows of each panel in turn, so that what is next to each other in a row
 // is asked for at nearly the same time.
 //
-// Blocks of a cluster along y (SPLIT) share the inputs and add up through shared memory, in a fixed order. Grid: (blocks of ROWS rows of
-// W, SPLIT, blocks of TOKENS rows of x).
+// Blocks of a cluster along y (SPLIT) share the inputs. Each finishes some rows of W: the others send it their sums, and it adds them in a
+// fixed order. Grid: (blocks of ROWS rows of W, SPLIT, blocks of TOKENS rows of x).
 //
-// Macros: TOKENS (a multiple of 8 up to 256), GROUPS (warpgroups), CHUNKS, BOX, STAGES, X_STAGES (at most STAGES), SPLIT, MIN_BLOCKS (that a
-// multiprocessor must hold), OUT (0 bfloat16, 1 float16, 2 float32), BIAS (0 or 1, of the same type). The function wgmma for TOKENS is put in
-// front of this file.
+// Macros: TOKENS (a multiple of 8 up to 256), GROUPS (warpgroups), CHUNKS, BOX, STAGES (at least 2), X_STAGES, SPLIT, MIN_BLOCKS (that a
+// multiprocessor must hold), OUT (0 bfloat16, 1 float16, 2 float32), BIAS (0 or 1, of the same type). The function wgmma for TOKENS is put
+// in front of this file.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
 #define ROWS (64 * GROUPS)
-#define CONSUMERS (128 * GROUPS)
+#define WARPS (4 * GROUPS)
+#define CONSUMERS (32 * WARPS)
 #define PANEL 128                        // inputs of a panel, one swizzled row of 128 bytes
 #define DEPTH (PANEL * CHUNKS)           // inputs of a tile
 #define W_PANEL (ROWS * PANEL)
 #define X_PANEL (TOKENS * PANEL)
 #define W_BYTES (W_PANEL * CHUNKS)
 #define X_BYTES (X_PANEL * CHUNKS)
-#define PITCH (ROWS + 4)                 // floats from one token's sums to the next: no two lanes of a store share a bank
-#define SLICE (ROWS / SPLIT)             // rows of W whose sums a block of the cluster finishes
+#define SLICE (ROWS / SPLIT)             // rows of W that a block of the cluster finishes: a multiple of a warp's 16
 #define QUADS (SLICE / 4)                // a thread finishes the same four rows of every STEP-th token
 #define STEP (CONSUMERS / QUADS)
 #define TURNS ((TOKENS + STEP - 1) / STEP)
+#define PITCH (ROWS + 4)                 // SPLIT 1: floats from one token's sums to the next; no two lanes of a store share a bank
+#define PART (SLICE / 16)                // SPLIT > 1: warps of a block whose rows one block finishes
+#define RING (STAGES < X_STAGES ? STAGES : X_STAGES)
 
 struct __align__(64) TensorMap {
     u64 words[16];
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void begin_barrier(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
@@ -50,8 +57,7 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory"); }
 
 // The tile at (input, row) of a matrix.
 __device__ __forceinline__ void copy(u32 to, const TensorMap& map, int input, int row, u32 barrier, u64 policy) {
@@ -77,11 +83,28 @@ __device__ __forceinline__ float load_written(const float* p) {
     return f;
 }
 
-__device__ __forceinline__ float4 load_remote(u32 address) {
+// Of weights' scales, which no step writes: before the wait.
+__device__ __forceinline__ float4 load_early(const float* p) {
     float4 f;
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(f.x), "=f"(f.y), "=f"(f.z), "=f"(f.w) : "r"(address) : "memory");
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(f.x), "=f"(f.y), "=f"(f.z), "=f"(f.w) : "l"(p));
     return f;
 }
+
+#if SPLIT > 1
+__device__ __forceinline__ u32 in_block(u32 address, u32 block) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
+}
+
+// To the shared memory of a block of the cluster, which waits for so many bytes at a barrier of its own: no fence, and no sender waits.
+__device__ __forceinline__ void send(u32 to, float a, float b, float c, float d, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#endif
 
 #if OUT == 2
 typedef float Out;
@@ -113,25 +136,35 @@ __device__ __forceinline__ void store4(Out* out, float4 y) { *(uint2*)out = make
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
     const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap inputs, const float* x_scale,
     const float* __restrict__ scale, const Out* __restrict__ bias, Out* __restrict__ out, int M, int N, int K) {
-    extern __shared__ __align__(1024) u8 memory[]; // tiles of W, tiles of x; afterwards sums float [TOKENS][PITCH]
-    __shared__ __align__(8) u64 barriers[STAGES + 2 * X_STAGES];
+    extern __shared__ __align__(1024) u8 memory[]; // tiles of W, tiles of x, SPLIT > 1: sums that are sent here; SPLIT 1: sums float [TOKENS][PITCH] in the end
+    __shared__ __align__(8) u64 barriers[STAGES + X_STAGES + RING + 1];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 base = shared_address(memory), x_base = base + STAGES * W_BYTES;
     const u32 w_full = shared_address(barriers), x_full = w_full + 8 * STAGES, consumed = x_full + 8 * X_STAGES;
     const int total = (K + DEPTH - 1) / DEPTH, first = total * (int)blockIdx.y / SPLIT, steps = total * ((int)blockIdx.y + 1) / SPLIT - first;
     const int row = blockIdx.x * ROWS, token = blockIdx.z * TOKENS;
+#if SPLIT > 1
+    const u32 sums_full = consumed + 8 * RING;
+#endif
 
     asm volatile("griddepcontrol.launch_dependents;");
     if (threadIdx.x == 0) {
         asm volatile("prefetch.tensormap [%0];" :: "l"(&weights) : "memory");
         asm volatile("prefetch.tensormap [%0];" :: "l"(&inputs) : "memory");
-        for (int s = 0; s < STAGES + 2 * X_STAGES; ++s)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(w_full + 8 * s), "r"(s < STAGES + X_STAGES ? 1 : 4 * GROUPS) : "memory");
+        for (int s = 0; s < STAGES + X_STAGES + RING; ++s) begin_barrier(w_full + 8 * s, s < STAGES + X_STAGES ? 1 : WARPS);
+#if SPLIT > 1
+        begin_barrier(sums_full, 1);
+        expect(sums_full, TOKENS * ROWS * 4);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
+#if SPLIT > 1
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block's barriers are ready
+#endif
 
-    if (warp == 4 * GROUPS) {
+    if (warp == WARPS) {
         u64 once;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
         // Each lane copies some of the boxes of a tile of W, and lane c the panel c of x.
@@ -147,28 +180,35 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
         };
         for (int s = 0; s < min(steps, STAGES); ++s) copy_weights(s);
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        for (int s = 0; s < steps; ++s) {
-            const int stage = s % X_STAGES;
-            if (s >= X_STAGES) {
-                // Tile s - X_STAGES has been multiplied: its room is free, that of x for tile s and that of W for the one STAGES after it.
-                wait(consumed + 8 * stage, (s / X_STAGES - 1) & 1);
-                if (s - X_STAGES + STAGES < steps) copy_weights(s - X_STAGES + STAGES);
-            }
-            const u32 barrier = x_full + 8 * stage;
+        auto copy_inputs = [&](int s) {
+            const u32 to = x_base + s % X_STAGES * X_BYTES, barrier = x_full + 8 * (s % X_STAGES);
             if (lane == 0) expect(barrier, X_BYTES);
             __syncwarp();
-            if (lane < CHUNKS) copy(x_base + stage * X_BYTES + lane * X_PANEL, inputs, (first + s) * DEPTH + lane * PANEL, token, barrier);
+            if (lane < CHUNKS) copy(to + lane * X_PANEL, inputs, (first + s) * DEPTH + lane * PANEL, token, barrier);
+        };
+        for (int s = 0; s < min(steps, X_STAGES); ++s) copy_inputs(s);
+        // Tile s has been multiplied: there is room for the tile of W STAGES after it, and for that of x X_STAGES after it.
+        for (int s = 0; s + RING < steps; ++s) {
+            wait(consumed + 8 * (s % RING), s / RING & 1);
+            if (s + STAGES < steps) copy_weights(s + STAGES);
+            if (s + X_STAGES < steps) copy_inputs(s + X_STAGES);
         }
         __syncwarp();
+#if SPLIT > 1
+        cluster_wait();
+#endif
     } else {
         // What a thread needs at the end, asked for now: it arrives while tiles are multiplied.
-        const int count = min(M - token, TOKENS), quad = (SPLIT == 1 ? 0 : blockIdx.y * SLICE) + threadIdx.x % QUADS * 4, n = row + quad;
+        const int count = min(M - token, TOKENS), quad = threadIdx.x % QUADS * 4, n = row + (SPLIT == 1 ? 0 : blockIdx.y * SLICE) + quad;
         float4 s4 = make_float4(0.0f, 0.0f, 0.0f, 0.0f), b4 = s4;
         if (n < N) {
-            s4 = *(const float4*)(scale + n);
+            s4 = load_early(scale + n);
             if (BIAS) b4 = make_float4(widened(bias[n]), widened(bias[n + 1]), widened(bias[n + 2]), widened(bias[n + 3]));
         }
         asm volatile("griddepcontrol.wait;" ::: "memory");
+#if SPLIT > 1
+        cluster_wait(); // every block's barriers are ready
+#endif
         float t[TURNS];
 #pragma unroll
         for (int j = 0; j < TURNS; ++j) {
@@ -194,12 +234,23 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             // The tile before this one has been read once its products are done.
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            if (s > 0 && lane == 0) arrive(consumed + 8 * ((s - 1) % X_STAGES));
+            if (s > 0 && lane == 0) arrive(consumed + 8 * ((s - 1) % RING));
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
-        asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory"); // every warpgroup has read the last tiles
+#if SPLIT > 1
+        // A warp's sums are of one block's rows, and go there as they lie in registers: float4 [SPLIT][TOKENS / 8][PART][32], of rows
+        // lane / 4 and 8 more, tokens lane % 4 * 2 and 1 more.
+        const float* sums = (const float*)(memory + STAGES * W_BYTES + X_STAGES * X_BYTES);
+        const u32 there = in_block(sums_full, warp / PART);
+        const u32 at = in_block(shared_address(sums) + (blockIdx.y * (TOKENS / 8) * PART * 32 + warp % PART * 32 + lane) * 16, warp / PART);
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) send(at + j * PART * 32 * 16, c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3], there);
+        wait(sums_full, 0);
+        sums += (quad / 16 * 32 + quad % 8 * 4) * 4 + quad % 16 / 8 * 2;
+#else
+        consumers_meet(); // every warpgroup has read the last tiles
         float* sums = (float*)memory;
         const int r = warp * 16 + lane / 4;
 #pragma unroll
@@ -207,11 +258,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
             float* to = sums + (8 * j + lane % 4 * 2) * PITCH + r;
             to[0] = c[4 * j], to[PITCH] = c[4 * j + 1], to[8] = c[4 * j + 2], to[PITCH + 8] = c[4 * j + 3];
         }
-#if SPLIT > 1
-        cluster_arrive();
-        cluster_wait();
-#else
-        asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory");
+        consumers_meet();
 #endif
 #pragma unroll
         for (int j = 0; j < TURNS; ++j) {
@@ -219,13 +266,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
             if (m >= count || n >= N) continue;
             float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #if SPLIT > 1
-            const u32 from = base + (m * PITCH + quad) * 4;
 #pragma unroll
             for (int part = 0; part < SPLIT; ++part) {
-                u32 there;
-                asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(from), "r"(part));
-                const float4 p = load_remote(there);
-                y.x += p.x, y.y += p.y, y.z += p.z, y.w += p.w;
+                const float* p = sums + ((part * (TOKENS / 8) + m / 8) * PART * 32 + m % 8 / 2) * 4 + m % 2;
+                y.x += p[0], y.y += p[16], y.z += p[32], y.w += p[48];
             }
 #else
             y = *(const float4*)(sums + m * PITCH + quad);
@@ -234,13 +278,4 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
             store4(out + (size_t)(token + m) * N + n, y);
         }
     }
-#if SPLIT > 1
-    // No block leaves while another reads its sums. The warp that copies comes here once for both times.
-    if (warp == 4 * GROUPS) {
-        cluster_arrive();
-        cluster_wait();
-    }
-    cluster_arrive();
-    cluster_wait();
-#endif
 }

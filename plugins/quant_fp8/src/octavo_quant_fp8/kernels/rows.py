@@ -6,7 +6,7 @@ variant is first asked for, which must be before a graph is captured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from importlib.util import find_spec
@@ -43,9 +43,9 @@ class Shape:
 
     @property
     def shared(self) -> int:
-        """Bytes: tiles in flight, or afterwards the sums."""
+        """Bytes: tiles in flight, and the sums that other blocks send, or afterwards the block's own."""
         tiles = 128 * self.chunks * (self.stages * self.rows + self.x_stages * self.tokens)
-        return max(tiles, 4 * self.tokens * (self.rows + 4))
+        return tiles + 4 * self.tokens * self.rows if self.split > 1 else max(tiles, 4 * self.tokens * (self.rows + 4))
 
 
 @cache
@@ -64,28 +64,36 @@ def macros(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, int]:
 
 
 def choose_shape(m: int, n: int, k: int) -> Shape | None:
-    """The block for m rows times weights [n, k]; None where another kernel is faster. From sweeps on an H200."""
+    """The block for m rows times weights [n, k]; None where another kernel is faster. From sweeps of a whole layer on an H200: up to 32 rows
+    the fastest are those that leave room beside them for the blocks of the next product, whose weights are then in flight before it begins;
+    at 64, x itself needs the room."""
     tokens = next((t for t in TOKENS if t >= m), 0)
     wide, narrow, long = n >= 16384, n <= 4096, k >= 8192
     if not 1 < m <= TOKENS[-1] or k < 1024:
         return None
     if tokens == 256:  # enough tiles for the library, but where K is long
-        return Shape(tokens, 1, 1, 8, 4, 2) if long and not wide else None
+        return Shape(tokens, 1, 1, 8, 3, 2) if long and not wide else None
     if tokens == 128:
+        if wide:
+            return None
         return (
-            None
-            if wide
-            else Shape(tokens, 1, 1, 8, 6, 2)
-            if long
-            else Shape(tokens, 1, 1, 8 if narrow else 6, 4, 2, 1 if narrow else 2)
+            Shape(tokens, 1, 1, 8, 6, 2) if long else Shape(tokens, 1, 1, 8, 4, 2) if narrow else Shape(tokens, 1, 1, 4, 3, 2, 2)
         )
-    if tokens <= 16:  # Triton's kernel is as fast where tiles are many
-        return Shape(tokens, 1, 2, 12, 3, 2) if long else Shape(tokens, 1, 4, 4, 2, 2) if narrow else None
+    for_wide, for_long, for_narrow, otherwise = _FEW[tokens]
     if wide:
-        return Shape(tokens, 2, 1, 5, 4, 1, 2)
-    if tokens == 32:
-        return Shape(tokens, 1, 2, 11, 4, 2) if long else Shape(tokens, 1, 1, 11, 4, 2, 2)
-    return Shape(tokens, 1, 2, 8 if narrow and not long else 10, 3, 2 if narrow else 1)
+        return for_wide
+    if long:  # of many outputs there are blocks enough
+        return for_long if narrow else replace(for_long, split=for_long.split // 2)
+    return for_narrow if narrow else otherwise
+
+
+_FEW = {
+    8: (Shape(8, 2, 1, 6, 4), Shape(8, 1, 2, 4, 3, 4), Shape(8, 1, 1, 8, 4, 4), Shape(8, 1, 2, 6, 3, 2)),
+    16: (Shape(16, 2, 1, 6, 4), Shape(16, 1, 2, 3, 3, 4), Shape(16, 1, 2, 3, 3, 4), Shape(16, 2, 1, 6, 4, 4)),
+    32: (Shape(32, 4, 1, 5, 4), Shape(32, 1, 2, 7, 3, 2), Shape(32, 1, 1, 6, 4, 4), Shape(32, 1, 2, 5, 3, 2)),
+    64: (Shape(64, 2, 1, 5, 4), Shape(64, 1, 2, 5, 6, 2), Shape(64, 1, 2, 5, 6, 2), Shape(64, 1, 2, 6, 6)),
+}
+"""By rows of x: for weights with many outputs, for long ones, for others with few outputs, and between."""
 
 
 def source(tokens: int) -> str:
