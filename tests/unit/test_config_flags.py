@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from octavo.cli import reference
-from octavo.cli.flags import MODELS, Parser, add_flags, add_model, read
+from octavo.cli.flags import MODELS, NOT_SERVED, Parser, add_flags, add_model, read
 from octavo.cli.options import Option, options_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError
@@ -216,6 +216,15 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
             parse(*words)
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize("flag", sorted(NOT_SERVED))
+    def test_a_flag_of_vllm_that_is_not_served_is_refused_with_the_reason(
+        self, flag: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            parse(flag, "2")
+        assert f"{flag} is not supported: " in capsys.readouterr().err
+        assert flag not in {option.flag for option in ALL}
 
     @pytest.mark.parametrize(
         "name", ["OCTAVO_SERVICE_HOST", "OCTAVO_SERVICE_PORT_HTTP", "OCTAVO_PORT_8000_TCP", "OCTAVO_PORT_8000_TCP_ADDR"]

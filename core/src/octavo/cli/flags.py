@@ -180,6 +180,16 @@ def _all() -> list[Option]:
     return [option for model in MODELS for option in options_of(model)]
 
 
+_ONE_DEVICE = "a model runs on one device; leave the flag out (more devices: a server for each, behind a balancer)"
+_NO_TOOLS = "there is no tool calling yet; leave the flag out"
+NOT_SERVED = {
+    **dict.fromkeys(("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size"), _ONE_DEVICE),
+    **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice"), _NO_TOOLS),
+    "--reasoning-parser": "a model's reasoning is part of its text; leave the flag out",
+}
+"""vLLM's flags that scripts bring along and that mean nothing here, with the reason: unknown is not the word for them."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with vLLM's habits and ours: `_` in a flag reads as `-`, no abbreviations, and an
     unknown flag is answered with the closest known one. Subcommands are of this class too. `rest`: the attribute
@@ -215,7 +225,8 @@ class Parser(argparse.ArgumentParser):
         flags = [text for action in self._actions for text in action.option_strings]
         named = [text.split("=", 1)[0] for text in extra if text.startswith("-")]
         for flag in named:
-            yield f"unknown flag {flag}{closest(flag, flags)}"
+            why = NOT_SERVED.get(flag)
+            yield f"{flag} is not supported: {why}" if why else f"unknown flag {flag}{closest(flag, flags)}"
         if not named:
             yield f"too many arguments: {' '.join(map(json.dumps, extra))} (a flag that takes several values is repeated for each)"
 
