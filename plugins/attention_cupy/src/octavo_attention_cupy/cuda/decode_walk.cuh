@@ -112,7 +112,7 @@ struct Feed {
         slot = token - column * a.page;
         newest = held && token + run > walk.row.fresh;
         head = walk.segment.head / a.pieces;
-        id = held ? __ldg(a.table + walk.row.table_row * a.table_row + column) : -1;
+        id = held ? a.table[walk.row.table_row * a.table_row + column] : -1;
         slice += ready;
     }
     DEVICE void settle() {

@@ -71,7 +71,7 @@ DEVICE void copy_tile(const PrefillArgs& a, const PrefillTile& tile, int token, 
 #endif
     int at = token + lane * run, column = at / a.page, slot = at - column * a.page;
     bool held = lane * run < TOKENS && at < high && at + run > low;
-    int id = held ? __ldg(a.table + tile.table_row * a.table_row + column) : -1;
+    int id = held ? a.table[tile.table_row * a.table_row + column] : -1;
     held = id >= 0;
     const u8* from = a.cache + id * a.page_bytes;
     const u8* k = from + k_offset(a.page, blockIdx.y, slot);

@@ -96,7 +96,7 @@ struct Tiles {
         begin = max(at, first), rows = min(at + run, stop) - begin;
         int column = (token + begin) / a.page;
         slot = token + begin - column * a.page;
-        id = rows > 0 ? __ldg(a.table + item.tile.table_row * a.table_row + column) : -1;
+        id = rows > 0 ? a.table[item.tile.table_row * a.table_row + column] : -1;
         ++j;
         return true;
     }
