@@ -72,7 +72,7 @@ def test_many_streams_at_once_each_get_their_own_text_and_id(tiny: Path) -> None
     async def body(llm: AsyncLLM) -> None:
         params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
         prompts = [f"page {i} of the model" for i in range(20)]
-        together = await asyncio.gather(*(collect(llm.generate(p, params, f"id-{i}")) for i, p in enumerate(prompts)))
+        together = await asyncio.gather(*(collect(llm.generate(p, params, f"id-{i}", 0)) for i, p in enumerate(prompts)))
         for i, prompt in enumerate(prompts):
             alone = await collect(llm.generate(prompt, params))
             assert together[i][-1].outputs[0].text == alone[-1].outputs[0].text
