@@ -174,6 +174,19 @@ def test_block_fp8_weights_give_the_tokens_of_what_they_stand_for(tmp_path: Path
     assert greedy(llm(fp8, plugins=exact), [PROMPT], 12) == greedy(llm(plain), [PROMPT], 12)
 
 
+@pytest.mark.parametrize("version", ["v3", "v4"])
+def test_fp8_inputs_are_as_near_as_their_rounding(tmp_path: Path, installed: None, version: str) -> None:
+    """As checkpoints ask for them: norms write FP8, which every use of what they wrote must take. Tiny matrices average little of the
+    rounding, and a few tokens change their experts."""
+    config, scale, exponent = (CONFIG, "weight_scale_inv", False) if version == "v3" else (V4, "scale", True)
+    fp8, plain = fp8_and_plain(config, tmp_path, scale, exponent)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found, right = (llm(path).generate([{"prompt_token_ids": PROMPT}], params)[0].prompt_logprobs for path in (fp8, plain))
+    pairs = [(a[token].logprob, b[token].logprob) for a, b, token in zip(found[1:], right[1:], PROMPT[1:], strict=True)]
+    correlation = float(torch.corrcoef(torch.tensor(pairs).T)[0, 1])
+    assert 0.9 < correlation < 1, correlation
+
+
 def test_fp4_experts_are_refused_where_the_config_does_not_name_them_and_planned_as_what_they_become(
     tmp_path: Path, installed: None
 ) -> None:

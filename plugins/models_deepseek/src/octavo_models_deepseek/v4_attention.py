@@ -105,5 +105,5 @@ class WindowedAttention:
             self._entries.store(step, made, made)  # type: ignore[attr-defined]
             select = None if self._index is None else self._index(step, x, low, angles)
             out = self._join(found, self._entries.weighed(step, query, select), *angles)  # type: ignore[attr-defined]
-        grouped = torch.bmm(out.reshape(len(x), self._groups, -1).transpose(0, 1), self._blocks)  # [groups, T, rank]
-        return self._output(grouped.transpose(0, 1).reshape(len(x), -1))
+        grouped = torch.bmm(out.reshape(len(low), self._groups, -1).transpose(0, 1), self._blocks)  # [groups, T, rank]
+        return self._output(grouped.transpose(0, 1).reshape(len(low), -1))
