@@ -6,6 +6,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup
 ARGS  ?=
+PORT  ?= $(or $(OCTAVO_PORT),8000)
 
 # gpu-test runs on machines where nothing may be installed: it takes the interpreter it is given.
 GPU_PYTHON := $(if $(PYTHON),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 help:
 	@echo "make setup     fill $(VENV) (quick when it is filled)"
-	@echo "make run       serve SmolLM2-135M-Instruct on http://127.0.0.1:8000"
+	@echo "make run       serve SmolLM2-135M-Instruct on http://127.0.0.1:8000   (PORT=... another port)"
 	@echo "make test      run the tests              (ARGS=... goes to pytest)"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      rewrite the generated parts of docs/"
@@ -40,10 +41,10 @@ $(STAMP): constraints.txt pyproject.toml core/pyproject.toml plugins/ops_cpu/pyp
 run: setup
 	@echo "Starting SmolLM2-135M-Instruct. When it says it is ready, in another terminal:"
 	@echo
-	@echo "  curl -N http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "  curl -N http://127.0.0.1:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"demo\", \"stream\": true, \"temperature\": 0, \"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}]}'"
 	@echo
-	@exec $(BIN)/octavo serve demo
+	@exec $(BIN)/octavo serve demo --port $(PORT)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
