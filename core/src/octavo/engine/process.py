@@ -56,10 +56,11 @@ class EngineLoop:
         self._open = True
 
     def run(self, config: EngineConfig) -> None:
+        began = time.perf_counter()
+
         from octavo.engine.build import build_engine
         from octavo.plugins import discover
 
-        began = time.perf_counter()
         catalog = discover(config.plugins)
         log.info("torch and plugins were loaded in %.1f s", time.perf_counter() - began)
         engine = build_engine(config, catalog, progress=self._progress)

@@ -24,7 +24,7 @@ CompileAhead = Callable[[], AbstractContextManager[Any]]
 ROWS = (1, 2, 4, 8, 16, 24, 64, 256)
 """Decoding rows. Kernels for few rows differ from those for many, and rows that share a prefix have some of their own."""
 SHARED_TOKENS = 4096
-PROMPTS = (16, 100, 300, 1024, 4096)
+PROMPTS = (16, 100, 300, 1024)
 """Tokens of a prompt, computed beside a row that decodes."""
 
 
