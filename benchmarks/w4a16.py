@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "quant_awq" / "sr
 
 import torch
 import torch.nn.functional as F
-from octavo_quant_awq.kernels import cuda_gemm, library, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, triton_gemm, warpgroup_gemm
 from octavo_quant_awq.kernels.cuda_gemm import Shape
 from octavo_quant_awq.kernels.limits import WARPGROUP_ROWS
+from octavo_quant_awq.kernels.narrow_gemm import NarrowShape
 from octavo_quant_awq.kernels.variant import Variant
 from octavo_quant_awq.kernels.warpgroup_gemm import WarpgroupShape
 from octavo_quant_awq.packing import Grouped, unblocked, unpaired
@@ -95,6 +96,12 @@ def narrow_function(m: int, shape: Shape) -> Any:
     return cuda_gemm.function(VARIANT, cuda_gemm.token_tiles(m), shape, torch.device("cuda", 0), True)
 
 
+def few_op(w: Weights, x: Tensor, shape: NarrowShape) -> Op:
+    call = narrow_gemm.function(VARIANT, narrow_gemm.held(len(x)), shape, w.k, "", x.device)
+    out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
+    return lambda i: narrow_gemm.launch(call, shape, *w.tensors(i), x, None, w.n, out, 1)
+
+
 def warpgroup_op(w: Weights, x: Tensor, shape: WarpgroupShape) -> Op:
     call = warpgroup_gemm.function(VARIANT, shape, x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
@@ -123,6 +130,10 @@ def narrow_shape(m: int, n: int, k: int) -> Shape:
     return cuda_gemm.choose_shape(cuda_gemm.token_tiles(m), n, k, clusters=True)
 
 
+def few_shape(m: int, n: int, k: int) -> NarrowShape | None:
+    return narrow_gemm.choose_shape(m, n, k, VARIANT) if m <= narrow_gemm.ROWS else None
+
+
 def say(*words: Any) -> None:
     print(*words, flush=True)
 
@@ -143,6 +154,9 @@ def compile_all(jobs: Sequence[Callable[[], Any]]) -> None:
 def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tuple[Op, float]]]:
     """What may serve m rows, by name, with the largest error that is right."""
     found: dict[str, Callable[[Weights, Tensor], tuple[Op, float]]] = {}
+    few = few_shape(m, n, k)
+    if few is not None:
+        found["narrow"] = lambda w, x: (few_op(w, x, few), EXACT)
     if m <= 16:
         found["w4a16"] = lambda w, x: (narrow_op(w, x, narrow_shape(m, n, k)), EXACT)
     if m <= WARPGROUP_ROWS:
@@ -158,9 +172,11 @@ def table(seconds: float) -> None:
     """Every product at every number of rows by every kernel at its default shape, and cuBLAS. The last lines are the sums of the four."""
     began, device = time.monotonic(), torch.device("cuda", 0)
     few = {(m, narrow_shape(m, n, k)) for k, n in SHAPES.values() for m in ROWS if m <= 16}
+    fewest = {(narrow_gemm.held(m), s, k) for k, n in SHAPES.values() for m in ROWS if (s := few_shape(m, n, k)) is not None}
     more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in ROWS if m <= WARPGROUP_ROWS}
     compile_all(
         [lambda job=job: narrow_function(*job) for job in few]  # type: ignore[misc]
+        + [lambda m=m, s=s, k=k: narrow_gemm.function(VARIANT, m, s, k, "", device) for m, s, k in fewest]  # type: ignore[misc]
         + [lambda s=s: warpgroup_gemm.function(VARIANT, s, device) for s in more]  # type: ignore[misc]
         + [lambda: library.function(VARIANT, device)]
     )

@@ -65,7 +65,9 @@ class TestTritonPacked32(QuantizerSuite):
     target = target("packed-asymmetric", 32, ("float16",), "triton")
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 4096), (1536, 576), (14336, 1024), (576, 1536)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(4096, 4096), (1536, 576), (14336, 1024), (576, 1536), (640, 8976), (1024, 6144)]
+)
 @pytest.mark.parametrize("kernel", ["cuda", "triton"])
 def test_both_kernels_at_the_shapes_of_models(inputs: int, outputs: int, kernel: str) -> None:
     """Every number of rows about the borders between kernels; cut K, clusters and padded tokens among them."""

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels import cuda_gemm, library, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, triton_gemm, warpgroup_gemm
 from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.kernels.variant import Variant
 
 
 class CudaProduct:
-    """The CUDA kernels on one matrix: w4a16.cu for few rows, on Hopper warpgroup.cu for more. Everything that it may need is
-    compiled when it is made."""
+    """The CUDA kernels on one matrix: w4a16.cu for few rows, on Hopper narrow.cu, and warpgroup.cu for more. Everything that it may
+    need is compiled when it is made."""
 
     name = "cuda"
 
@@ -36,6 +36,8 @@ class CudaProduct:
         self.limit = WARPGROUP_ROWS if self._hopper else OTHER_ROWS
         self._narrow = OTHER_ROWS if not self._hopper else 0 if warpgroup_gemm.fills(rows) else NARROW_ROWS
         jobs: list[Callable[[], Any]] = [lambda m=m: self._narrow_call(m) for m in (8, 16, 32, 64) if m <= self._narrow]
+        self._fewest = {m for m in (1, 4, 8) if self._hopper and self._few_shape(m)}  # rows that narrow.cu's variants hold
+        jobs += [lambda m=m: self._few_call(m) for m in self._fewest]
         if self._hopper:
             shapes = warpgroup_gemm.shapes(rows, inputs, self._narrow + 1, WARPGROUP_ROWS)
             jobs += [lambda shape=shape: warpgroup_gemm.function(self._variant, shape, self._device) for shape in shapes]
@@ -46,6 +48,14 @@ class CudaProduct:
     def _on_device(self, job: Callable[[], Any]) -> Any:
         with torch.cuda.device(self._device):  # a thread starts on the first GPU
             return job()
+
+    def _few_shape(self, m: int) -> narrow_gemm.NarrowShape | None:
+        return narrow_gemm.choose_shape(m, self._rows, self._inputs, self._variant)
+
+    def _few_call(self, m: int) -> Any:
+        shape, tokens = self._few_shape(m), narrow_gemm.held(m)
+        assert shape is not None
+        return narrow_gemm.function(self._variant, tokens, shape, self._inputs, "", self._device), shape
 
     def _narrow_call(self, m: int) -> Any:
         tiles = cuda_gemm.token_tiles(m)
@@ -63,6 +73,8 @@ class CudaProduct:
         out = x.new_empty(len(x), self._rows)
         if not len(x):
             return out
+        if len(x) <= narrow_gemm.ROWS and narrow_gemm.held(len(x)) in self._fewest:
+            return narrow_gemm.launch(*self._few_call(len(x)), *self._tensors, x, self._bias, self._rows, out, self._step)
         if len(x) > self._narrow:
             return warpgroup_gemm.launch(*self._warpgroup(len(x)), *self._tensors, x, self._bias, out, self._step)
         return cuda_gemm.launch(*self._narrow_call(len(x)), *self._tensors, x, self._bias, out, self._step)
