@@ -10,7 +10,6 @@ Run from the repository's root on a GPU: python3 benchmarks/fp8.py [--out FILE]
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 sys.path.extend(str(Path(__file__).parents[1] / "plugins" / name / "src") for name in ("quant_fp8", "ops_triton"))
 
 import torch
+from octavo.bench.device_time import graph_time
 from octavo.bench.kernel import cuda_device
 from octavo.interfaces import Activation, OperatorParts
 from octavo.testing.bare_model import DictWeights
@@ -30,7 +30,7 @@ from octavo_quant_fp8.weights import GatheredWeights
 from torch import Tensor
 
 BF16 = torch.bfloat16
-LAYERS, TURNS, REPLAYS = 4, 6, 9
+LAYERS, TURNS, REPLAYS = 4, 6, 7
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 FLOOR = {name: n * k / 4.25e6 for name, (n, k) in SHAPES.items()}
 KINDS = {
@@ -43,24 +43,7 @@ Linear = Callable[[str, int, Any], Tensor]
 
 def measure(op: Callable[[int], Any], count: int = LAYERS * TURNS) -> float:
     """Microseconds of op(i), i a layer's number."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        op(0)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            op(i % LAYERS)
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / count)
-    return statistics.median(times[2:])
+    return graph_time(lambda i: op(i % LAYERS), count, REPLAYS)
 
 
 def made(scheme: Scheme) -> dict[str, list[Any]]:

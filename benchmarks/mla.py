@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 
 import torch
+from octavo.bench.device_time import graph_time
 from octavo.bench.kernel import cuda_device
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, KVGroup, KVSpec, Limits, Step, StepHost
 from octavo_attention_triton.latent import TritonLatent
@@ -48,31 +48,9 @@ def measure(rows: int, length: int, heads: int, kernel: str) -> float:
     q = torch.randn(rows, heads, LATENT + ROPE, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(rows, heads, LATENT, device="cuda", dtype=torch.bfloat16)
 
-    def work() -> None:
-        for layer in range(layers):
-            backend.run(layer, step, q, out)
-
     backend.prepare(step)
     backend.plan(step)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(20):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / layers)
-    return statistics.median(times)
+    return graph_time(lambda layer: backend.run(layer, step, q, out), layers, 20)
 
 
 def main() -> None:

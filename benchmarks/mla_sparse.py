@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from octavo.bench.device_time import graph_time
 from octavo.bench.kernel import cuda_device
 from octavo.interfaces import AttentionLayer, AttentionParts, BoundGroup, KVGroup, KVSpec, Limits, Step, StepHost
 from octavo_attention_triton.latent import TritonLatent
@@ -29,24 +29,7 @@ INDEX_HEADS, INDEX_DIM, INDEX_PAGE = 64, 128, 288
 
 def captured(work: Callable[[], None], layers: int) -> float:
     """Microseconds of a layer's share of one replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for i in range(15):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(begin.elapsed_time(end) * 1000 / layers)
-    return statistics.median(times)
+    return graph_time(lambda _: work(), 1, 12) / layers
 
 
 class Decode:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "ops_triton" / "s
 
 import torch
 import torch.nn.functional as F
+from octavo.bench.device_time import graph_time
 from octavo.bench.kernel import cuda_device
 from octavo.interfaces import Gate, OperatorParts, Routing
 from octavo.model.matrix import CublasMatrix, Offers, head_matrix, layer_matrix
@@ -37,22 +38,9 @@ SHAPES: dict[str, tuple[int, int, int, int, Routing]] = {  # hidden, inner, expe
 }
 
 
-def timed(run: Callable[[], Any], replays: int = 15) -> float:
+def timed(run: Callable[[], Any]) -> float:
     """Median microseconds of a replay of run, captured."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times[3:])
+    return graph_time(lambda _: run(), 1, 15)
 
 
 def copy_speed() -> float:

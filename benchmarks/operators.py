@@ -10,7 +10,6 @@ Run from the repository's root on a GPU: python3 benchmarks/operators.py [--out 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "ops_triton" / "s
 
 import torch
 import torch.nn.functional as F
+from octavo.bench.device_time import graph_time
 from octavo.bench.kernel import cuda_device
 from octavo.interfaces import OperatorParts
 from octavo.model.operators import OPERATORS
@@ -38,25 +38,7 @@ MODELS = {"qwen3-0.6b": (1024, 16, 8, 128, 3072, 151_936), "llama-3.1-8b": (4096
 
 def measure(op: Callable[[int], Any], repeats: int = REPEATS) -> float:
     """Microseconds of op(i) in a graph of `repeats` of them, i ascending."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        op(0)
-        op(1)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(repeats):
-            op(i)
-    times = []
-    for _ in range(REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / repeats)
-    return statistics.median(times[2:])
+    return graph_time(op, repeats, REPLAYS)
 
 
 def host(op: Callable[[int], Any]) -> float:

@@ -11,15 +11,16 @@ also checked against a float64 reference over what `gather` returns, so that no 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from octavo.bench.device_time import graphed, time_region
 from octavo.bench.record import surroundings
 from octavo.catalog import Catalog, Device, Needs
+from octavo.engine.device import cuda_device
 from octavo.errors import PluginError
 from octavo.interfaces import (
     AttentionBackend,
@@ -164,17 +165,6 @@ def line(result: dict[str, Any]) -> str:
     )
 
 
-def cuda_device() -> Device:
-    """The current CUDA device's facts, as far as attention providers ask."""
-    torch = _torch()
-
-    index = torch.cuda.current_device()
-    properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    features = frozenset({"fp8"} if capability >= (8, 9) else ())
-    return Device("cuda", index, properties.name, capability, properties.total_memory, properties.total_memory, features=features)
-
-
 def measure_ceilings() -> dict[str, float]:
     """What this device reaches: a large device-to-device copy (bytes read plus written) and a bf16 8192^3 product, warm."""
     torch = _torch()
@@ -188,40 +178,6 @@ def measure_ceilings() -> dict[str, float]:
     time_region(lambda: torch.mm(a, b, out=c), 60, 1)
     matmul = time_region(lambda: torch.mm(a, b, out=c), 20, 5)
     return {"copy_gbps": 2 * source.numel() / copy / 1e3, "matmul_tflops": 2 * 8192**3 / matmul / 1e6}
-
-
-def time_region(work: Callable[[], Any], count: int, repeats: int) -> float:
-    """Microseconds of one call: the median over `repeats` regions of `count` back-to-back calls."""
-    torch = _torch()
-
-    work()
-    spans = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(count):
-            work()
-        end.record()
-        end.synchronize()
-        spans.append(begin.elapsed_time(end) * 1e3 / count)
-    return float(statistics.median(spans))
-
-
-def graphed(work: Callable[[], Any]) -> Callable[[], None]:
-    """Capture `work` (warmed up first) and return its replay."""
-    torch = _torch()
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 def measure(
