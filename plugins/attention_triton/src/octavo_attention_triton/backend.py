@@ -356,17 +356,18 @@ class TritonAttention:
         self._decode(bound, step, q, own, own_lse)
         scale, softcap, v_scale = bound.numbers()
         shape = {k: v for k, v in bound.shape.items() if k not in ("WINDOW", "SINKS")}
+        pdl: dict[str, Any] = {"PDL": True, "launch_pdl": True} if self.pdl else {"PDL": False}
         cascade_kernels.shared_kernel[(cascade.tiles_for(rows), layer.num_kv_heads, most)](
             q, parts, sums, bound.cache, table, cascade.tiles, cascade.members, scale, softcap, v_scale,
             q.stride(0), q.stride(1), table.stride(0), bound.cache.stride(0), parts.stride(0), sums.stride(0),
-            HEADS=layer.num_heads, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2 if bound.geometry.k_dim > 128 else 5, num_warps=4, **shape,
+            HEADS=layer.num_heads, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2 if bound.geometry.k_dim > 128 else 5, num_warps=4, **shape, **pdl,
         )  # fmt: skip
         log = self._nothing if lse is None else lse
         block_v = bound.shape["BLOCK_V"]
         block_h = max(1, min(_pow2(layer.num_heads), 1024 // block_v))
         cascade_kernels.combine_kernel[(rows, triton.cdiv(layer.num_heads, block_h))](
             own, own_lse, parts, sums, cascade.parts, out, log, parts.stride(0), sums.stride(0), out.stride(0), out.stride(1),
-            HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_H=block_h, BLOCK_V=block_v, LSE=lse is not None, num_warps=4,
+            HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_H=block_h, BLOCK_V=block_v, LSE=lse is not None, num_warps=4, **pdl,
         )  # fmt: skip
         return out
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from octavo_ops_triton.launch import begin
 
 from octavo_attention_triton.kernels.tile import accumulate, load_tile, scores
 
@@ -30,8 +31,10 @@ def shared_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, NORMALISE: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of the prefix for BLOCK_M // GROUP rows and one KV head."""
+    begin(PDL)
     ROWS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -89,9 +92,10 @@ def shared_kernel(
 @triton.jit(do_not_specialize=["part_stride", "lse_stride"])
 def combine_kernel(
     own_ptr, own_lse_ptr, part_ptr, part_lse_ptr, parts_ptr, out_ptr, lse_ptr, part_stride, lse_stride, out_stride_t, out_stride_h,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, LSE: tl.constexpr,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one row: what it has of its own and the parts of its prefix (none: parts is 0)."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_V)
