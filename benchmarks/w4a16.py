@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "quant_awq" / "sr
 
 import torch
 import torch.nn.functional as F
+from octavo.bench.device_time import graph_time
 from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, triton_gemm, warpgroup_gemm
 from octavo_quant_awq.kernels.cuda_gemm import Shape
 from octavo_quant_awq.kernels.limits import WARPGROUP_ROWS
@@ -65,25 +65,7 @@ class Weights:
 
 def measure(op: Op, count: int) -> float:
     """Microseconds of op(i) in a graph of i = 0 .. count - 1."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        op(0)
-        op(1)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            op(i)
-    times = []
-    for _ in range(REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / count)
-    return statistics.median(times[2:])
+    return graph_time(op, count, REPLAYS)
 
 
 def narrow_op(w: Weights, x: Tensor, shape: Shape) -> Op:
