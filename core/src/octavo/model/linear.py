@@ -7,7 +7,7 @@ Owns the gathering of a layer's checkpoint matrices into one; how that one lies 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.catalog import Device
 from octavo.errors import PluginError
-from octavo.interfaces import ExpertsSpec, QuantizerParts, Weights
+from octavo.interfaces import ExpertsSpec, Linear, QuantizerParts, Weights
 from octavo.model.experts import PlainExperts
 from octavo.model.matrix import (
     NOTHING,
@@ -118,6 +118,24 @@ class TiedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [S, hidden] -> float32 [S, vocab]."""
         return self._matrix(x)  # type: ignore[misc]
+
+
+class SideBySide:
+    """interfaces.Linear of Linears over one input whose results are one: the parts of a layer that a checkpoint keeps in different
+    formats. Its input is plain, which every format takes."""
+
+    activation = "plain"
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = tuple(linears)
+        self.out_features = sum(linear.out_features for linear in linears)
+
+    def finish(self) -> None:
+        for linear in self._linears:
+            linear.finish()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self._linears], -1)
 
 
 class PlainQuantizer:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from octavo.interfaces import Linear, Weights
+from octavo.interfaces import Weights
 from torch import Tensor
 
 from octavo_quant_awq.formats import Format, check_shape
@@ -123,20 +123,3 @@ class FourBitLinear:
     def dequantised(self) -> Tensor:
         """w [out, in] in the model's dtype, from what lies in memory: for tests and tools."""
         return self.matrix.weights(0, self.out_features)
-
-
-class SideBySide:
-    """interfaces.Linear of Linears that share one input: parts of a fused layer of which some are not quantised."""
-
-    activation = "plain"
-
-    def __init__(self, linears: tuple[Linear, ...]) -> None:
-        self._linears = linears
-        self.out_features = sum(linear.out_features for linear in linears)
-
-    def finish(self) -> None:
-        for linear in self._linears:
-            linear.finish()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([linear(x) for linear in self._linears], -1)

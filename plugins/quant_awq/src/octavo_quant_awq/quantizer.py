@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from octavo.errors import LoadError
 from octavo.interfaces import ExpertsSpec, Linear, QuantizerParts
-from octavo.model.linear import PlainQuantizer, torch_device
+from octavo.model.linear import PlainQuantizer, SideBySide, torch_device
 from torch import Tensor
 
 from octavo_quant_awq.experts import FourBitExperts, check_experts
 from octavo_quant_awq.formats import format_of
-from octavo_quant_awq.linear import FourBitLinear, Matrix, SideBySide
+from octavo_quant_awq.linear import FourBitLinear, Matrix
 from octavo_quant_awq.provider import FourBitOptions
 from octavo_quant_awq.settings import DUMMY, Scheme, read_awq, read_gptq, read_pack_quantized
 

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from octavo.errors import LoadError, PluginError
 from octavo.interfaces import Activation, Experts, ExpertsSpec, Linear, QuantizerParts
-from octavo.model.linear import PlainQuantizer, torch_device
+from octavo.model.linear import PlainQuantizer, SideBySide, torch_device
 from torch import Tensor
 
 from octavo_quant_fp8.experts import Fp8Experts
@@ -45,23 +45,6 @@ class Fp8Linear:
     def __call__(self, x: Tensor | Activation) -> Tensor:
         """x [T, in_features], plain or of `activation` -> [T, out_features]."""
         return self._product(x)
-
-
-class SideBySide:
-    """Several Linears over one input whose results are one: matrices that a checkpoint keeps in different formats."""
-
-    activation = "plain"
-
-    def __init__(self, linears: list[Linear]) -> None:
-        self._linears = linears
-        self.out_features = sum(linear.out_features for linear in linears)
-
-    def finish(self) -> None:
-        for linear in self._linears:
-            linear.finish()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([linear(x) for linear in self._linears], -1)
 
 
 class Fp8Quantizer:
@@ -124,4 +107,4 @@ class Fp8Quantizer:
         return ReferenceProduct(weights, self._dtype, head=head)
 
 
-__all__ = ["Fp8Linear", "Fp8Quantizer", "Scheme", "SideBySide"]
+__all__ = ["Fp8Linear", "Fp8Quantizer", "Scheme"]
