@@ -27,7 +27,7 @@ from octavo_quant_fp8.tiles import Tile, block_tile, mixed_tile, product_tile, r
 from octavo_quant_fp8.weights import GatheredWeights
 
 FEW = 64
-"""Rows up to which Triton's kernels are taken: they read the weight at twice `_scaled_mm`'s speed there."""
+"""Rows up to which Triton's kernels are taken where those in CUDA are not: they read the weight at twice `_scaled_mm`'s speed there."""
 
 
 class Scratch:
