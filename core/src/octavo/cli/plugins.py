@@ -10,6 +10,7 @@ import json
 import sys
 from typing import Any
 
+from octavo.cli.console import wide_console
 from octavo.cli.flags import add_flags, add_model, read
 from octavo.config import EngineConfig
 
@@ -52,15 +53,12 @@ def explain_plugins(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(plan.explain(), indent=2))
     else:
-        from rich.console import Console
-
-        Console().print(render(plan))
+        wide_console().print(render(plan))
     return 0
 
 
 def print_inventory(rows: list[dict[str, Any]]) -> None:
     """The inventory as a table; a broken plugin's line says why."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -84,5 +82,4 @@ def print_inventory(rows: list[dict[str, Any]]) -> None:
             Text(row["state"], style=style),
             Text(row["reason"] or row["summary"], style=style),
         )
-    # a pipe has no width of its own: wide enough that a line of the table stays a line
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    wide_console().print(table)

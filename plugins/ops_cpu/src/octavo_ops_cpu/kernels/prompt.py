@@ -16,7 +16,7 @@ from llvmlite import ir
 from octavo_ops_cpu.jit.compiler import Kernel, compile_kernel
 from octavo_ops_cpu.jit.emitter import I16, I32, I64, Emitter, Value
 from octavo_ops_cpu.kernels.decode import Pages, Rows, capped
-from octavo_ops_cpu.kernels.dots import BLOCK, UNROLL, VECTOR, Left, dots
+from octavo_ops_cpu.kernels.dots import BLOCK, VECTOR, Left, dots
 
 LINES = 12
 """Lines whose sums are in registers: times two blocks."""
@@ -26,9 +26,6 @@ TILE = 128
 
 TASK_VALUES = 24576
 """Values of q that a task holds: with as many sums and two tiles it fits the second-level cache."""
-
-MULTIPLE = 2 * UNROLL
-"""Heads are a multiple of this wide (and of BLOCK)."""
 
 
 def chunk_of(shape: Rows) -> int:
