@@ -80,11 +80,13 @@ def test_a_drain_refuses_new_requests_lets_short_ones_finish_and_cuts_long_ones(
     server.signal()
     engine.terminate()  # service managers signal every process of a service
     until(lambda: server.status("/ready") == 503, 1, "the server is not ready while it drains")
-    assert server.status("/health") == server.status("/ping") == 200
-    for body in ({**LONG}, {**LONG, "stream": True}):
-        refused = httpx.post(server.url + "/v1/completions", json=body)
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
-        assert int(refused.headers["retry-after"]) >= 1
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # side by side: the drain is short
+        alive = pool.map(server.status, ("/health", "/ping"))
+        asked = pool.map(lambda body: httpx.post(server.url + "/v1/completions", json=body), (LONG, {**LONG, "stream": True}))
+        assert list(alive) == [200, 200]
+        for refused in asked:
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+            assert int(refused.headers["retry-after"]) >= 1
     assert ending(short, drain)[-1] == b"[DONE]"
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for found in pool.map(lambda sock: ending(sock, drain + 2), long):
