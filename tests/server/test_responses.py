@@ -12,6 +12,7 @@ import openai
 import pytest
 from octavo.server.errors import ApiError
 from octavo.server.responses_body import LOGPROBS, ResponsesRequest
+from octavo.server.runs import _asked
 from octavo.server.wire import parse
 from openai.resources.responses import Responses
 
@@ -150,6 +151,11 @@ def test_what_is_not_served_is_400_with_the_fields_name(field: str) -> None:
         assert (caught.value.status, caught.value.code, caught.value.param) == (400, "unsupported", field)
     for neutral in (None, *ResponsesRequest.unsupported[field][0]):
         read(neutral)
+
+
+def test_the_log_of_a_failed_request_has_its_input_where_it_was_asked_for() -> None:
+    body = parse(ResponsesRequest, json.dumps({"input": [{"role": "user", "content": "words of a user"}]}).encode())
+    assert "words of a user" in _asked(body)
 
 
 def test_embeddings_are_refused_with_the_reason(client: openai.OpenAI) -> None:
