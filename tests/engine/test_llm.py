@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from octavo import LLM, SamplingParams
@@ -67,6 +68,37 @@ def test_a_bad_prompt_costs_nothing(llm: LLM) -> None:
         llm.generate(None, PARAMS)
     assert llm.engine.stats().running == 0
     assert llm.generate("hello", PARAMS)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"prompts": b"hello"}, "prompt: must be text, token ids or a mapping, got bytes"),
+        ({"prompts": 5}, "prompt: must be text, token ids or a mapping, got int"),
+        ({"prompts": ["hello", None]}, "prompt: must be text, token ids or a mapping, got NoneType"),
+        (
+            {"prompts": "hello", "sampling_params": "greedy"},
+            "sampling_params: must be SamplingParams or a list of them, got 'greedy'",
+        ),
+        ({"prompts": "hello", "sampling_params": [None]}, r"sampling_params: must be SamplingParams .*got \[None\]"),
+        ({"prompts": "hello", "priority": [1, 2]}, "priority: 2 for 1 prompts"),
+        ({"prompts": "hello", "priority": [1]}, r"priority: this engine runs first come, first served.*got \[1\]"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_by_name(llm: LLM, call: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(**call)
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_a_stop_that_is_no_list_is_refused_by_name(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name}: must be a list, got 5"):
+        SamplingParams(**{name: 5})
+
+
+def test_priorities_are_taken_where_the_policy_honours_them(tiny: Path) -> None:
+    engine = LLM(str(tiny), dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=1, scheduling_policy="priority")
+    assert [len(o.outputs[0].token_ids) for o in engine.generate(["a", "b"], PARAMS, priority=[1, 0])] == [8, 8]
 
 
 def test_a_wrong_option_is_named_with_the_nearest_right_one() -> None:

@@ -141,6 +141,9 @@ def _check(p: SamplingParams) -> None:
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise _bad("min_tokens", f"{p.min_tokens} is more than max_tokens {p.max_tokens}")
     _check_bias(p.logit_bias)
+    for name in ("stop", "stop_token_ids"):
+        if not isinstance(getattr(p, name), (str, list, tuple, type(None))):
+            raise _bad(name, f"must be a list, got {getattr(p, name)!r:.80}")
     stops = [p.stop] if isinstance(p.stop, str) else list(p.stop or ())
     if len(stops) > MAX_STOP_STRINGS:
         raise _bad("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(stops)}")

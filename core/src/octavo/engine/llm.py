@@ -62,13 +62,12 @@ class LLM:
         """Complete every prompt (text, token ids, or {"prompt_token_ids": [...]}).
 
         Every prompt is checked before any of them runs: RequestError names the first bad one's field.
-        sampling_params: one for all, or one for each.
+        sampling_params: one for all, or one for each. priority: one for each, lower runs first; for scheduling_policy="priority".
         """
         batch = _as_list(prompts) if prompt_token_ids is None else list(prompt_token_ids)
         params = _per_prompt(sampling_params, len(batch))
-        requests = [
-            self._request(p, s, (priority or [0] * len(batch))[i]) for i, (p, s) in enumerate(zip(batch, params, strict=True))
-        ]
+        ranks = self._priorities(priority, len(batch))
+        requests = [self._request(p, s, rank) for p, s, rank in zip(batch, params, ranks, strict=True)]
         return self._run(requests, use_tqdm)
 
     def chat(
@@ -83,6 +82,18 @@ class LLM:
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [render_chat(self.tokenizer, m, add_generation_prompt=add_generation_prompt) for m in many]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _priorities(self, given: Sequence[int] | None, count: int) -> list[int]:
+        if given is None:
+            return [0] * count
+        wrong = ""
+        if len(given) != count:
+            wrong = f"{len(given)} for {count} prompts; give one for each"
+        elif any(given) and self.config.scheduling_policy != "priority":
+            wrong = f'this engine runs first come, first served: scheduling_policy="priority" honours them, got {list(given)}'
+        if wrong:
+            raise RequestError(f"priority: {wrong}", param="priority", code="invalid_value")
+        return list(given)
 
     def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> tuple[str | None, Request]:
         text, ids = prompt_parts(prompt)
@@ -141,8 +152,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
     """One prompt or many: a string, a mapping or a list of ints is one."""
     if prompts is None:
         raise RequestError("prompts: give a prompt or a list of them", param="prompts", code="invalid_value")
-    if isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (str, bytes)) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]  # what is none of these is refused as a prompt
     return list(prompts)  # type: ignore[arg-type]
 
 
@@ -151,6 +162,12 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(
+            f"sampling_params: must be SamplingParams or a list of them, got {params!r:.80}",
+            param="sampling_params",
+            code="invalid_value",
+        )
     if len(params) != count:
         raise RequestError(
             f"sampling_params: {len(params)} for {count} prompts; give one, or one for each",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from octavo.errors import RequestError
@@ -26,6 +26,10 @@ def prompt_parts(prompt: Prompt) -> tuple[str | None, list[int] | None]:
             )
         ids = prompt.get("prompt_token_ids")
         return prompt.get("prompt"), None if ids is None else list(ids)
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
+        raise RequestError(
+            f"prompt: must be text, token ids or a mapping, got {type(prompt).__name__}", param="prompt", code="invalid_value"
+        )
     return None, list(prompt)
 
 
