@@ -195,6 +195,10 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
         with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
             engine("--config", "nowhere.yaml")
 
+    def test_a_file_that_the_environment_names(self) -> None:
+        with pytest.raises(ConfigError, match=r"^OCTAVO_CONFIG=nowhere\.yaml: cannot be read"):
+            engine(env={"OCTAVO_CONFIG": "nowhere.yaml"})
+
     def test_all_wrong_settings_are_told_at_once(self) -> None:
         with pytest.raises(ConfigError) as error:
             engine("--max-num-seqs", "0", "--device", "tpu")

@@ -76,9 +76,10 @@ def read(
     lists every wrong setting with the place it came from.
     """
     env = os.environ if environ is None else environ
-    path = getattr(args, "config", None) or env.get("OCTAVO_CONFIG")
+    flag = getattr(args, "config", None)
+    path = flag or env.get("OCTAVO_CONFIG")
     found = {name: Found(value, f"default of {name}") for name, value in (defaults or {}).items()}
-    found |= _from_file(path) if path else {}
+    found |= _from_file(path, f"--config {path}" if flag else f"OCTAVO_CONFIG={path}") if path else {}
     found |= _from_environment(env)
     found |= _from_flags(args)
     known = {option.name: option for option in options_of(model)}
@@ -134,18 +135,18 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, Found]:
     return found
 
 
-def _from_file(path: str) -> dict[str, Found]:
+def _from_file(path: str, where: str) -> dict[str, Found]:
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.load(file, Loader=_UniqueKeys)
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not valid YAML: {on_one_line(error)}") from error
+        raise ConfigError(f"{where}: not valid YAML: {on_one_line(error)}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: must hold `setting: value` lines, got a {type(content).__name__}")
+        raise ConfigError(f"{where}: must hold `setting: value` lines, got a {type(content).__name__}")
     known = {option.key: option for option in _all()}
     found: dict[str, Found] = {}
     problems = []
