@@ -55,6 +55,8 @@ class Scripted:
             writer.write(event({"choices": [{"text": "a"}]}) * 2)
         elif kind == 2:
             writer.write(event({"choices": [{"text": "a"}]}) + event({"error": {"message": "engine gone"}}))
+        elif kind == 4:  # a proxy that speaks for itself
+            writer.write(event(b"<html>") + event(b"[DONE]"))
         elif kind == 3:
             writer.write(usage(3, 0) + event(b"[DONE]"))
         else:
@@ -115,16 +117,17 @@ def test_tokens_and_times_come_from_the_stream(server: tuple[str, Scripted]) -> 
 
 
 def test_failures_are_counted_by_kind_and_stand_in_no_latency(server: tuple[str, Scripted]) -> None:
-    asks = [Ask([20], 1), Ask([500], 1), Ask([500], 1), Ask([1], 1), Ask([2], 1), Ask([3], 1)]
+    asks = [Ask([20], 1), Ask([500], 1), Ask([500], 1), Ask([1], 1), Ask([2], 1), Ask([3], 1), Ask([4], 1)]
     record = serve.measure(load(server[0], asks))
     assert record["completed"] == 1
     assert record["errors"] == {
-        "count": 5,
+        "count": 6,
         "kinds": {
             "HTTP 500: out of cheese": 2,
             "the stream ended without [DONE]": 1,
             "error event: engine gone": 1,
             "the stream brought no text": 1,
+            "JSONDecodeError: Expecting value: line 1 column 1 (char 0)": 1,
         },
     }
     assert record["output_tokens"] == 1

@@ -170,7 +170,7 @@ async def _send(client: httpx.AsyncClient, load: Load, ask: Ask) -> Answer:
                 answer.error = _reason(response.status_code, await response.aread())
             else:
                 await _read(response, answer)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ValueError, AttributeError) as error:  # the latter two: events that are not OpenAI's
         answer.error = f"{type(error).__name__}: {error}".rstrip(": ")
     answer.finished = time.perf_counter()
     return answer

@@ -23,9 +23,12 @@ import psutil
 
 from octavo.bench.record import surroundings
 from octavo.bench.workloads import SHAPES, write_shape
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 
 POLL = 0.02
+
+UNASKED = ("--uds", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs", "--api-key", "--api-keys", "--api-keys-file")
+"""Flags of a server that would not answer this one's question: it is asked over plain HTTP, on a port, without a key."""
 
 
 def measure(
@@ -37,7 +40,10 @@ def measure(
     tell: Callable[..., None] = lambda *_: None,
 ) -> dict[str, Any]:
     """The record; times are medians over `repeats` starts. A shape's name is served with a made-up tokenizer.
-    Raises OctavoError if a start fails."""
+    Raises OctavoError if a start fails, ConfigError for a flag with which the server could not be asked."""
+    for flag in flags:
+        if flag.partition("=")[0].replace("_", "-") in UNASKED:
+            raise ConfigError(f"{flag}: the server is asked over plain HTTP, on a port and without a key; leave it out")
     record = surroundings()
     starts = []
     with tempfile.TemporaryDirectory(prefix="octavo-shape-") as folder:
@@ -60,8 +66,9 @@ def _start(model: str, flags: Sequence[str], timeout: float) -> dict[str, float]
             server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_environment())
             try:
                 return _ask(server, f"http://127.0.0.1:{port}", began, timeout)
-            except OctavoError as error:
-                raise OctavoError(f"{error}; the server's last lines:\n{_tail(log)}") from None
+            except (OctavoError, httpx.HTTPError) as error:
+                said = str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"
+                raise OctavoError(f"{said}; the server's last lines:\n{_tail(log)}") from None
             finally:
                 _end(server)
 
@@ -78,13 +85,17 @@ def _ask(server: subprocess.Popen[bytes], url: str, began: float, timeout: float
                     break
             time.sleep(POLL)
         ready = time.perf_counter() - began
-        name = client.get("/v1/models").json()["data"][0]["id"]
+        listed = client.get("/v1/models")
+        if listed.status_code != 200:
+            raise OctavoError(f"GET /v1/models got HTTP {listed.status_code}: {listed.text[:200]}")
+        name = listed.json()["data"][0]["id"]
         body = {"model": name, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 raise OctavoError(f"the first request got HTTP {response.status_code}: {response.read().decode()[:200]}")
             lines = (line for line in response.iter_lines() if line.startswith("data:"))
-            next(lines)
+            if next(lines, None) is None:
+                raise OctavoError("the first request's stream ended without an event")
             first = time.perf_counter() - began
             for _ in lines:
                 pass
