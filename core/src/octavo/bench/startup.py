@@ -42,8 +42,9 @@ def measure(
     """The record; times are medians over `repeats` starts. A shape's name is served with a made-up tokenizer.
     Raises OctavoError if a start fails, ConfigError for a flag with which the server could not be asked."""
     for flag in flags:
-        if flag.partition("=")[0].replace("_", "-") in UNASKED:
-            raise ConfigError(f"{flag}: the server is asked over plain HTTP, on a port and without a key; leave it out")
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in UNASKED:
+            raise ConfigError(f"{name}: the server is asked over plain HTTP, on a port and without a key; leave it out")
     record = surroundings()
     starts = []
     with tempfile.TemporaryDirectory(prefix="octavo-shape-") as folder:
