@@ -135,7 +135,7 @@ def test_the_start_up_lines_name_the_cache_and_the_concurrency(tiny: Path, caplo
 
 
 def test_a_request_that_fails_leaves_its_neighbours_alone(tiny: Path, tmp_path: Path) -> None:
-    """S23: a model whose embedding of one token is NaN fails the request that uses it, and nobody else."""
+    """A model whose embedding of one token is NaN fails the request that uses it, and nobody else."""
     from safetensors.torch import load_file, save_file
 
     path = tiny_llama(tmp_path / "nan")
@@ -153,7 +153,7 @@ def test_a_request_that_fails_leaves_its_neighbours_alone(tiny: Path, tmp_path: 
 
 
 def test_dynamic_rope_hits_only_prefixes_of_its_own_variant(tmp_path: Path) -> None:
-    """S2: a key rotated under one base is no other request's key."""
+    """A key rotated under one base is no other request's key."""
     path = tiny_llama(
         tmp_path / "dynamic",
         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},

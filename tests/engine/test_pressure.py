@@ -21,7 +21,7 @@ from octavo.request import Request
 from tests.engine.harness import Outcomes, alone, make_engine, request, run
 
 LATE = (0, 1, 3)
-PADDED = {"depth": 1, "padded": True}  # S24: decode steps in the padded buffers of captured graphs
+PADDED = {"depth": 1, "padded": True}  # decode steps in the padded buffers of captured graphs
 PREFIXES = [list(range(40, 40 + 37)), [7] * 24 + list(range(100, 120)), list(range(300, 330))]
 
 
@@ -188,7 +188,7 @@ def test_the_prefix_cache_changes_no_token_and_is_really_used(tiny1: Path) -> No
 
 
 def test_samples_of_one_request_share_the_prompt_and_equal_solo_runs_with_their_own_seeds(tiny1: Path) -> None:
-    """S16: n = 4 over a prompt of 17 tokens and blocks of 16: the partial block is copied before it is written."""
+    """n = 4 over a prompt of 17 tokens and blocks of 16: the partial block is copied before it is written."""
     engine = make_engine(tiny1, block_size=16, num_gpu_blocks_override=64, max_num_seqs=8)
     common = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
     many = run(engine, [request(engine, "many", range(40, 57), n=4, seed=100, **common)])

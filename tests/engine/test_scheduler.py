@@ -1,4 +1,4 @@
-"""The scheduler with a real allocator and made-up results: S8 (priorities, preemption), admission, chunks, deadlines."""
+"""The scheduler with a real allocator and made-up results: priorities, preemption, admission, chunks, deadlines."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_siblings_without_a_slot_wait_and_still_come() -> None:
 
 
 def test_logits_that_are_not_finite_end_their_own_row_only() -> None:
-    """S23: the neighbour continues."""
+    """The neighbour continues."""
     bench = Bench(seqs=2)
     bench.add("bad")
     bench.add("good")
@@ -290,7 +290,7 @@ def test_results_out_of_order_are_an_error() -> None:
 
 
 def test_two_equal_prompts_in_one_step_do_not_read_what_is_not_written_yet() -> None:
-    """S4 (b): the second computes for itself; a third, one step later, hits."""
+    """The second computes for itself; a third, one step later, hits."""
     bench = Bench(seqs=3)
     params = SamplingParams(max_tokens=5)
     for id in ("a", "b"):

@@ -1,6 +1,6 @@
 """Swapping changes no token: a preempted sequence continues from host memory as if nothing had happened.
 
-S7 on the CPU, and the whole of it with results that come late. What the copies do on a GPU's streams is in
+On the CPU, and all of it with results that come late. What the copies do on a GPU's streams is in
 tests/gpu/test_swap.py.
 """
 
@@ -80,7 +80,7 @@ def test_nothing_is_computed_twice_when_every_victim_finds_room(tiny1: Path) -> 
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("slots", [1, 2, 7])
 def test_a_full_swap_space_means_recompute_and_no_stall(tiny1: Path, late: int, slots: int) -> None:
-    """S7: swap space of 2 blocks and 3 victims."""
+    """Swap space of 2 blocks and 3 victims."""
     engine = swapping(tiny1, slots, late=late, enable_prefix_caching=False)
     outcomes = run(engine, [build(engine, str(i), spec) for i, spec in enumerate(four())])
     stats = engine.stats()

@@ -1,4 +1,4 @@
-"""attention_cupy on a GPU: the conformance suite of backends, and what is particular to this one (S7, S10, S21, S24).
+"""attention_cupy on a GPU: the conformance suite of backends, and what is particular to this one.
 
 Particular: rows that are split over blocks and added up by the last one, segments of one block that follow each other, groups
 wider than a product, graphs whose lengths change between replays, and torch's current stream.
@@ -170,7 +170,7 @@ def test_a_kernel_that_starts_early_reads_no_token_before_this_step_has_written_
 
 
 def test_kernels_run_on_the_stream_that_is_current_at_each_launch() -> None:
-    """S7: rows are written and read behind a busy kernel on a stream of its own, 50 times; nothing is read too early."""
+    """Rows are written and read behind a busy kernel on a stream of its own, 50 times; nothing is read too early."""
     scene = target().scene(Shape((8, 2), 128, block_size=64, dtype=BF16), [600, 90])
     scene.fill([599, 89])
     busy = torch.randn(4096, 4096, device="cuda")

@@ -1,4 +1,4 @@
-"""attention_triton on a GPU: the conformance suite of backends, and what is particular to this one (S10, S21, S24).
+"""attention_triton on a GPU: the conformance suite of backends, and what is particular to this one.
 
 Particular: two prefill kernels, two ways to add up the parts of a split row, pages that are found by one look-up or by many,
 transposed FP8 values, and graphs whose lengths change between replays.

@@ -35,7 +35,7 @@ def test_float32_tokens_equal_the_cpus(tiny: Path, eager: bool) -> None:
 
 @pytest.mark.parametrize("count", [3, 5, 7, 8, 9])
 def test_padded_batches_leave_everybodys_blocks_alone(tiny: Path, count: int) -> None:
-    """S24: batches between two buckets."""
+    """Batches between two buckets."""
     gpu = gpu_engine(tiny, block_size=16, max_num_seqs=16)
     prompts = [list(range(40 + i, 60 + 2 * i)) for i in range(count)]
     together = run(gpu, [request(gpu, str(i), p, max_tokens=20, ignore_eos=True) for i, p in enumerate(prompts)])

@@ -1,4 +1,4 @@
-"""S7 on a GPU: copies between pool and host memory beside a busy device, and a pool whose tail comes and goes."""
+"""Swapping on a GPU: copies between pool and host memory beside a busy device, and a pool whose tail comes and goes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The decoder gives transformers' logits for every family, in any portions, and refuses what it does not know.
 
-S21 (head shapes of configs), and the per-family rules of windows, biases and tied heads.
+Head shapes of configs, and the per-family rules of windows, biases and tied heads.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def test_a_head_beside_a_tied_embedding_is_ignored_with_a_warning(caplog: pytest
     ],
 )
 def test_head_shapes(over: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    """S21: an explicit head_dim wins; null and absent mean hidden / heads; kv heads default to heads."""
+    """An explicit head_dim wins; null and absent mean hidden / heads; kv heads default to heads."""
     layer = facts(config("llama", **over)).layers[0]
     assert (layer.num_heads, layer.num_kv_heads, layer.k_dim) == expected
     assert layer.scale == pytest.approx(layer.k_dim**-0.5)

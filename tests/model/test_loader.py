@@ -1,4 +1,4 @@
-"""Loading weights (cases.md S20): every parameter is filled exactly once, from the files that are named, or nothing is.
+"""Loading weights: every parameter is filled exactly once, from the files that are named, or nothing is.
 
 Every fault is found on headers: in each refusal below, no fill has run.
 """

@@ -1,4 +1,4 @@
-"""RoPE: every type, both config layouts, and what it costs to get one slightly wrong (S1, S2, S3)."""
+"""RoPE: every type, both config layouts, and what it costs to get one slightly wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rotary(rope: RopeConfig, dtype: torch.dtype = torch.float32, max_len: int = 
     return Rotary(rope, max_len=max_len, dtype=dtype, device=torch.device("cpu"))
 
 
-# ---------------------------------------------------------------- S1: YaRN's magnitude
+# ---------------------------------------------------------------- YaRN's magnitude
 
 
 @pytest.mark.parametrize("layout", ["rope_scaling", "rope_parameters"])
@@ -129,7 +129,7 @@ def test_partial_rotation_leaves_the_rest_of_the_head_alone() -> None:
     assert not torch.allclose(found[1:, :, :16], x[1:, :, :16])
 
 
-# ---------------------------------------------------------------- S2: dynamic NTK
+# ---------------------------------------------------------------- dynamic NTK
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_step_without_bounds_is_an_error_where_they_matter() -> None:
         rotary(rope).angles(torch.arange(4), None)
 
 
-# ---------------------------------------------------------------- S3: precision
+# ---------------------------------------------------------------- precision
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

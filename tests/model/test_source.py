@@ -1,4 +1,4 @@
-"""Where a model comes from, and what its small files say (S12: the stop set is the union of three sources).
+"""Where a model comes from, and what its small files say (the stop set is the union of three sources).
 
 Hub code runs against a cache laid out as the hub client lays it out, against a refused network, and
 against a small HTTP server that speaks the hub's protocol on loopback.
@@ -151,7 +151,7 @@ def test_code_in_the_folder_is_neither_imported_nor_run(model: Path) -> None:
     assert not mark.exists()
 
 
-# ---------------------------------------------------------------- S12: the stop set
+# ---------------------------------------------------------------- the stop set
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Core's torch backend passes the conformance suite on the CPU (S10, S21, S23), and the suite can fail."""
+"""Core's torch backend passes the conformance suite on the CPU, and the suite can fail."""
 
 from __future__ import annotations
 

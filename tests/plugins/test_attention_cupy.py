@@ -357,7 +357,7 @@ def test_an_error_of_loading_names_the_kernel_and_its_shape(tmp_path: Path, monk
 
 
 def test_the_stream_is_read_at_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S7: a stream that was current when the module was imported, or at the launch before, is not used."""
+    """A stream that was current when the module was imported, or at the launch before, is not used."""
     torch = pytest.importorskip("torch")
     from octavo_attention_cupy import launch
 

@@ -1,4 +1,4 @@
-"""Models come, take over and go under load: /admin/models over real engines (S6)."""
+"""Models come, take over and go under load: /admin/models over real engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every route of the application is guarded, and every fault has one shape (S18, S19)."""
+"""Every route of the application is guarded, and every fault has one shape."""
 
 from __future__ import annotations
 

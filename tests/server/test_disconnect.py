@@ -1,4 +1,4 @@
-"""A client that goes away ends its request, in whatever state it is (S9)."""
+"""A client that goes away ends its request, in whatever state it is."""
 
 from __future__ import annotations
 

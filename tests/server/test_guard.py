@@ -1,4 +1,4 @@
-"""The key check in front of every route, as a layer of its own (S19)."""
+"""The key check in front of every route, as a layer of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol over real sockets: shapes, errors and limits (S13, S14, S16, S18)."""
+"""The protocol over real sockets: shapes, errors and limits."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_running_usage_grows_to_the_final_one(client: httpx.Client) -> None:
     assert counts == sorted(counts) and counts[-1] == 12
 
 
-# ------------------------------------------------------------------ logprobs (S13)
+# ------------------------------------------------------------------ logprobs
 
 
 def test_chat_logprobs_hold_the_token_its_bytes_and_as_many_alternatives_as_asked(client: httpx.Client) -> None:
@@ -231,7 +231,7 @@ def test_logprobs_are_those_of_transformers(client: httpx.Client, long_tiny: Any
     )
 
 
-# ------------------------------------------------------------------ n > 1 and identity (S16)
+# ------------------------------------------------------------------ n > 1 and identity
 
 
 def test_samples_of_a_seeded_request_are_its_solo_runs_with_seed_plus_index(client: httpx.Client) -> None:
@@ -291,7 +291,7 @@ def test_a_client_id_that_is_no_id_is_replaced_by_ours(client: httpx.Client, wro
     assert response.headers["x-request-id"].isalnum()
 
 
-# ------------------------------------------------------------------ errors (S14, S18)
+# ------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_a_head_that_never_ends_is_cut(server: Server, endless: bytes) -> None:
     assert answer.startswith(b"HTTP/1.1 400") and b"headers are larger" in answer
 
 
-# ------------------------------------------------------------------ sizes (S18)
+# ------------------------------------------------------------------ sizes
 
 
 @pytest.fixture(scope="module")

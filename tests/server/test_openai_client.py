@@ -1,4 +1,4 @@
-"""What users of the `openai` package see (S13, S16, S18), and what keys separate (S5, S19)."""
+"""What users of the `openai` package see, and what keys separate."""
 
 from __future__ import annotations
 

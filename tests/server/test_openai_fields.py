@@ -1,4 +1,4 @@
-"""Every field that the installed `openai` client can send is honoured or refused by name, never ignored (S18, S25).
+"""Every field that the installed `openai` client can send is honoured or refused by name, never ignored.
 
 The walk takes the client's own signatures, so that a new version of it with a new field fails here until
 somebody has decided what the field means.

@@ -1,4 +1,4 @@
-"""How a server and its streams end: signals, a dead engine, start-up (S17)."""
+"""How a server and its streams end: signals, a dead engine, start-up."""
 
 from __future__ import annotations
 

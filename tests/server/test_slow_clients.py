@@ -1,4 +1,4 @@
-"""Clients that send slowly, or never: each stage has its time, and nobody else waits (S18). No engine is needed."""
+"""Clients that send slowly, or never: each stage has its time, and nobody else waits. No engine is needed."""
 
 from __future__ import annotations
 

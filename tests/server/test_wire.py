@@ -1,4 +1,4 @@
-"""Bodies before they reach a model: types, unknown and unsupported fields, names in errors (S13, S14, S15, S18)."""
+"""Bodies before they reach a model: types, unknown and unsupported fields, names in errors."""
 
 from __future__ import annotations
 

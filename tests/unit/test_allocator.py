@@ -1,7 +1,7 @@
 """Core's allocator passes the conformance suite of allocators, and refuses calls that make no sense.
 
-S4 (life of a prefix-cache entry), S5 (domains), S9 (allocation fails half-way) and S10 (block
-boundaries) are in the suite: `octavo.testing.allocator`.
+The life of a prefix-cache entry, domains, allocations that fail half-way and block boundaries are in the suite:
+`octavo.testing.allocator`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Block boundaries: S10, as arithmetic and on the tables that core's allocator makes."""
+"""Block boundaries, as arithmetic and on the tables that core's allocator makes."""
 
 from __future__ import annotations
 

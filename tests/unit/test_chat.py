@@ -1,4 +1,4 @@
-"""Chat templates: the oracle is transformers' own rendering; the client's text never becomes a control token (S15)."""
+"""Chat templates: the oracle is transformers' own rendering; the client's text never becomes a control token."""
 
 from __future__ import annotations
 

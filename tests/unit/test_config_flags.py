@@ -1,7 +1,6 @@
 """Settings: flag > environment > file > default; whatever is unknown or wrong is named with its place.
 
-Covers the command-line half of case S14 (every number from outside is checked) and the rule that
-names, defaults and help live in config.py alone.
+Every number from the command line is checked, and names, defaults and help live in config.py alone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The pool: layers are grouped so that pages are equally long, and blocks of all groups share memory
-without touching one another. The memory half of S10: NaN in every block that nobody wrote."""
+without touching one another. NaN in every block that nobody wrote."""
 
 from __future__ import annotations
 

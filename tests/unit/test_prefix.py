@@ -1,5 +1,5 @@
-"""Prefix-cache keys: equal content has equal keys, and nothing else does. S5 (domains and tenants) and
-the part of S4 that says a hit is verified, at the level of keys."""
+"""Prefix-cache keys: equal content has equal keys, and nothing else does: of domains and
+tenants too."""
 
 from __future__ import annotations
 

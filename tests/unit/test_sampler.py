@@ -1,4 +1,4 @@
-"""Sampling: distributions against a float64 reference, independence of rows, numbers of S12, S13, S14, S23."""
+"""Sampling: distributions against a float64 reference, independence of rows, ends and penalties, broken logits."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_keeping_one_token_keeps_the_largest(params: dict[str, Any]) -> None:
     assert got.tokens.tolist() == logits.argmax(-1).tolist()
 
 
-# ---------------------------------------------------------------- S12: ends and penalties
+# ---------------------------------------------------------------- ends and penalties
 
 
 def test_min_tokens_masks_every_end_of_the_union_and_the_users_until_it_is_reached() -> None:
@@ -285,7 +285,7 @@ def test_penalties_after_a_recompute_are_those_before_it() -> None:
     assert run[0] == run[1]
 
 
-# ---------------------------------------------------------------- S13: logprobs
+# ---------------------------------------------------------------- logprobs
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 20])
@@ -324,7 +324,7 @@ def test_prompt_logprobs_are_the_targets_own() -> None:
         assert entry.top_ids == exact[row].topk(2).indices.tolist()
 
 
-# ---------------------------------------------------------------- S14: ids as indices
+# ---------------------------------------------------------------- ids as indices
 
 
 @pytest.mark.parametrize("id", [40, 41, 2**31, 2**40])
@@ -348,7 +348,7 @@ def test_a_slot_that_is_used_again_keeps_nothing_of_its_last_row() -> None:
     assert got.tokens.item() == 2 and got.logprobs() == {}
 
 
-# ---------------------------------------------------------------- S23: broken logits, padded vocabularies
+# ---------------------------------------------------------------- broken logits, padded vocabularies
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -1,4 +1,4 @@
-"""Stop strings: found at the first token that completes one, held back no longer than needed (S11)."""
+"""Stop strings: found at the first token that completes one, held back no longer than needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RequestOutput and OutputProcessor: identity of samples, deltas, best_of, logprobs (S12 text side, S13, S16)."""
+"""RequestOutput and OutputProcessor: identity of samples, deltas, best_of, logprobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to ids and back, incrementally or whole (cases S15 a and d, S23 ids past the tokenizer)."""
+"""Text to ids and back, incrementally or whole; control text and ids past the tokenizer."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class AllocatorSuite:
         assert paging.allocator.usage().used == 0
 
     def test_reserve_is_all_or_nothing(self) -> None:
-        # S9: the pool ends at the third of five blocks, in one row and across rows.
+        # The pool ends at the third of five blocks, in one row and across rows.
         for name, groups in GEOMETRIES.items():
             each = groups[0].block_size
             paging = self.paging(groups, 2 * len(groups), max_model_len=64)
@@ -144,7 +144,7 @@ class AllocatorSuite:
                 assert paging.run(0)
 
     def test_two_identical_prompts_of_one_step_do_not_share(self) -> None:
-        # S4 b: no submitted step has written the first one's blocks.
+        # No submitted step has written the first one's blocks.
         for name, groups in GEOMETRIES.items():
             paging = self.paging(groups, 60)
             assert paging.admit(0, range(13)) == paging.admit(1, range(13)) == 0, name
@@ -163,7 +163,6 @@ class AllocatorSuite:
             assert paging.run(1)
 
     def test_the_first_of_two_equal_blocks_stays_published_and_the_second_private(self) -> None:
-        # S4 c
         paging = self.paging(groups_of((4, None)), 8)
         paging.admit(0, range(8))
         paging.admit(1, range(8))
@@ -174,7 +173,7 @@ class AllocatorSuite:
         assert paging.allocator.usage().cached == 2
 
     def test_a_shared_start_is_shared_as_far_as_it_fills_blocks(self) -> None:
-        # S4 d: five of six tokens in common, blocks of four.
+        # Five of six tokens in common, blocks of four.
         paging = self.paging(groups_of((4, None)), 8)
         paging.admit(0, [1, 2, 3, 4, 5, 6])
         paging.run(0)
@@ -182,7 +181,6 @@ class AllocatorSuite:
         assert paging.run(1)
 
     def test_a_recycled_block_is_no_longer_found(self) -> None:
-        # S4 a
         paging = self.paging(groups_of((4, None)), 4)
         paging.admit(0, [1] * 9)
         paging.run(0)
@@ -217,7 +215,7 @@ class AllocatorSuite:
         assert paging.admit(0, [1] * 9) == 8
 
     def test_domains_share_nothing_but_what_is_public(self) -> None:
-        # S5: 0 across tenants, more than 0 within one.
+        # 0 across tenants, more than 0 within one.
         for name, groups in GEOMETRIES.items():
             paging = self.paging(groups, 300)
             prompt = range(33)

@@ -82,7 +82,7 @@ class AllocatorTierSuite:
         assert memory.admit(2, [1, 1, 1, 1, 1]) == 0
 
     def test_tenants_stay_apart_in_host_memory(self) -> None:
-        """S5 for the second tier: 0 across tenants, more within one."""
+        """Domains in the second tier: 0 across tenants, more within one."""
         memory = self.paging(6, 20)
         memory.admit(0, range(17), "tenant a")
         memory.run(0)

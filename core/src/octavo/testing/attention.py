@@ -165,7 +165,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize(("heads", "dim", "size", "turn"), _shape_cases())
     def test_decode_and_prefill_of_every_head_shape(self, heads: tuple[int, int], dim: int, size: int, turn: int) -> None:
-        """S21: any GQA ratio, head width and block size, for decode and for chunks, ragged, in one step."""
+        """Any GQA ratio, head width and block size, for decode and for chunks, ragged, in one step."""
         shape = Shape(heads=heads, k_dim=dim, block_size=size, dtype=self.dtype_in_turn(turn))
         scene = self.target.scene(shape, [*LENGTHS, 17, 257, 40])
         scene.fill([n - 1 for n in LENGTHS] + [0, 240, 37])
@@ -173,7 +173,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("size", [1, 4, 5, 16, 32, 64])
     def test_lengths_around_block_borders(self, size: int, dtype: str) -> None:
-        """S10: one token before, on and after every border; nothing past a row's end is read."""
+        """One token before, on and after every border; nothing past a row's end is read."""
         lengths = sorted({n for k in (1, 2, 3) for n in (k * size - 1, k * size, k * size + 1) if n > 0} | {1, 3, 7, 9})
         scene = self.target.scene(Shape(heads=(9, 3), block_size=size, dtype=dtype), [n + 1 for n in lengths])
         scene.fill([n - 1 for n in lengths])
@@ -259,7 +259,7 @@ class AttentionSuite:
             assert float((one.out.double() - other.out.double()).abs().max()) <= TOLERANCE[dtype]
 
     def test_one_rows_nan_stays_its_own(self, dtype: str) -> None:
-        """S23: a request whose numbers have gone bad must not take its neighbours along."""
+        """A request whose numbers have gone bad must not take its neighbours along."""
         scene = self.target.scene(Shape(dtype=dtype), [40, 40, 25])
         scene.rows[1].k[0][7] = scene.rows[1].v[0][7] = float("nan")
         scene.fill([39, 39, 0])
