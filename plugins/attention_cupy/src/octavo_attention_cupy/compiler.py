@@ -25,6 +25,7 @@ HEADERS = (
     "layout.cuh",
     "prefill_args.cuh",
     "prefill_hopper_copy.cuh",
+    "prefill_hopper_softmax.cuh",
     "ptx.cuh",
     "wgmma.cuh",
     "work.cuh",
