@@ -1,7 +1,8 @@
-"""Building blocks of the loading tests: weight tables, GGUF writing, and a record of opened files."""
+"""Building blocks of the loading tests: weight tables, shards, refusals, GGUF writing, and a record of opened files."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from octavo.errors import LoadError
 from octavo.model.loader import LoadReport, WeightTable, load_weights
 from octavo.model.source import resolve_source
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import tiny_config, tiny_shapes, tiny_tokenizer, tiny_weights
 
@@ -34,6 +38,43 @@ def load(folder: Path, config: dict[str, Any] | None = None, **options: Any) -> 
     options.setdefault("tied", bool(config.get("tie_word_embeddings")))
     report = load_weights(source, table, "float32", **options)
     return places, report
+
+
+def shard(folder: Path, parts: int = 2) -> dict[str, str]:
+    """Replace model.safetensors by `parts` shards and an index; returns the weight map."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    weight_map = {}
+    for i in range(parts):
+        file = f"model-{i + 1:05d}-of-{parts:05d}.safetensors"
+        save_file({n: weights[n] for n in names[i::parts]}, folder / file)
+        weight_map.update(dict.fromkeys(names[i::parts], file))
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def refused(folder: Path, *parts: str, config: dict[str, Any] | None = None, **options: Any) -> str:
+    """Loading fails with an error that contains every one of `parts`, before anything is filled."""
+    source = resolve_source(str(folder))
+    config = source.config if config is None else config
+    table, places = wishes(config)
+    options.setdefault("tied", bool(config.get("tie_word_embeddings")))
+    with pytest.raises(LoadError) as caught:
+        load_weights(source, table, "float32", **options)
+    for part in parts:
+        assert part in str(caught.value)
+    assert all(torch.isnan(p).all() for p in places.values()), "something was filled before the refusal"
+    return str(caught.value)
+
+
+def assert_equal(places: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    for name, place in places.items():
+        assert torch.equal(place, weights[name].to(place.dtype)), name
 
 
 _opened: list[str] | None = None
