@@ -68,6 +68,28 @@ class TestOnATinyModel:
         assert [o["index"] for o in found["outputs"]] == [0, 1]
         assert found["usage"]["completion_tokens"] == sum(len(o["token_ids"]) for o in found["outputs"]) == 6
 
+    def test_log_probabilities_stand_in_the_json_and_nowhere_else(self, tiny: Path) -> None:
+        words = (
+            "generate",
+            str(tiny),
+            "hello",
+            "--raw",
+            "--max-tokens",
+            "2",
+            "--ignore-eos",
+            "--logprobs",
+            "2",
+            "--prompt-logprobs",
+            "1",
+        )
+        found = json.loads(octavo(*words, "--json").stdout)
+        sample = found["outputs"][0]
+        assert [token[0]["token_id"] for token in sample["logprobs"]] == sample["token_ids"]
+        assert all(len(token) in (2, 3) and token[0]["logprob"] <= 0 for token in sample["logprobs"])
+        assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"] and found["prompt_logprobs"][0] is None
+        refused = octavo(*words)
+        assert refused.returncode == 2 and "--logprobs: its values are printed with --json alone" in refused.stderr
+
     def test_a_prompt_from_standard_input(self, tiny: Path) -> None:
         words = ("generate", str(tiny), "-", "--raw", "--temperature", "0", "--max-tokens", "3", "--json")
         piped, typed = octavo(*words, stdin="hello"), octavo(*(w if w != "-" else "hello" for w in words))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from octavo.cli.flags import Parser
+from octavo.cli.main import main
 from octavo.cli.sampling_flags import HELP, add_sampling, read_sampling
 from octavo.errors import ConfigError
 from octavo.request import SamplingParams
@@ -84,3 +85,14 @@ def test_a_wrong_value_names_its_flag(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         params(*words)
     assert str(error.value).startswith(message)
+
+
+def test_a_list_of_numbers_is_asked_for_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"--stop-token-ids: \['x'\] is not allowed; it must be an integer, or a list of them"):
+        params("--stop-token-ids", "x")
+
+
+def test_what_a_command_cannot_honour_is_no_flag_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["chat", "demo", "--logprobs", "3"])
+    assert "unknown flag --logprobs" in capsys.readouterr().err

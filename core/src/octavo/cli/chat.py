@@ -28,6 +28,9 @@ Messages = list[dict[str, str]]
 DEFAULTS: dict[str, Any] = {"max_tokens": None}
 """What this command changes of SamplingParams: an answer may take what the context leaves."""
 
+UNSEEN = ("n", "best_of", "logprobs", "prompt_logprobs")
+"""Fields whose outcome a conversation has no place for."""
+
 HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /new forgets the conversation."
 
 
@@ -51,15 +54,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--api-key", dest="client_key", metavar="TEXT", help="Key for --url; default is OPENAI_API_KEY.")
     parser.add_argument("--system", metavar="TEXT", help="System message.")
-    add_sampling(parser, **DEFAULTS)
+    add_sampling(parser, skip=UNSEEN, **DEFAULTS)
     add_flags(parser, EngineConfig, skip=("seed",))
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     params = read_sampling(args, **DEFAULTS)
-    if params.n > 1:
-        raise ConfigError(f"--n: a conversation has one answer at a time, got {params.n}")
     config = read(EngineConfig, args)
     with asyncio.Runner() as runner:
         talk = runner.run(_remote(args, params) if args.url else _local(config, params))

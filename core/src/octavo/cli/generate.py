@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.console import Stages
@@ -22,9 +23,9 @@ from octavo.request import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
-    from octavo.text.output import RequestOutput
+    from octavo.text.output import Logprob, RequestOutput
 
-DEFAULTS = {"max_tokens": 256}
+DEFAULTS: dict[str, Any] = {"max_tokens": 256}
 """What this command changes of SamplingParams: an answer of 16 tokens helps nobody at a prompt."""
 
 
@@ -38,7 +39,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="The text; `-` reads it from standard input.")
     parser.add_argument("--system", metavar="TEXT", help="System message of the chat template.")
     parser.add_argument("--raw", action="store_true", help="No chat template: the model continues the prompt.")
-    parser.add_argument("--json", action="store_true", help="Print text, token ids and counts as JSON, when done.")
+    parser.add_argument(
+        "--json", action="store_true", help="Print text, token ids, counts and what --logprobs asks for as JSON, when done."
+    )
     add_sampling(parser, **DEFAULTS)
     add_flags(parser, EngineConfig, skip=("seed",))  # --seed is the answer's, not the engine's
     parser.set_defaults(func=run)
@@ -48,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
     config, params = read(EngineConfig, args), read_sampling(args, **DEFAULTS)
     if args.raw and args.system is not None:
         raise ConfigError("--system: has no place in a --raw prompt; leave one of them out")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None and not args.json:
+            raise ConfigError(f"--{name.replace('_', '-')}: its values are printed with --json alone; add that, or leave it out")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     quiet_engine()
     asyncio.run(_generate(config, params, prompt, args))
@@ -105,8 +111,18 @@ async def _whole(llm: AsyncLLM, prompt: Any, params: SamplingParams, *, as_json:
         for sample in last.outputs:
             print(f"[{sample.index}] {sample.text}")
         return
-    answers = [
-        {"index": o.index, "text": o.text, "token_ids": list(o.token_ids), "finish_reason": o.finish_reason} for o in last.outputs
+    answers: list[dict[str, Any]] = [
+        {"index": o.index, "text": o.text, "token_ids": list(o.token_ids), "finish_reason": o.finish_reason}
+        | ({} if o.logprobs is None else {"logprobs": [_likely(token) for token in o.logprobs]})
+        for o in last.outputs
     ]
     counts = {"prompt_tokens": len(last.prompt_token_ids), "completion_tokens": sum(len(o.token_ids) for o in last.outputs)}
-    print(json.dumps({"outputs": answers, "usage": counts}, ensure_ascii=False))
+    found: dict[str, Any] = {"outputs": answers, "usage": counts}
+    if last.prompt_logprobs is not None:
+        found["prompt_logprobs"] = [None if token is None else _likely(token) for token in last.prompt_logprobs]
+    print(json.dumps(found, ensure_ascii=False))
+
+
+def _likely(candidates: Mapping[int, Logprob]) -> list[dict[str, Any]]:
+    """One position's tokens, the one that stands there first."""
+    return [{"token_id": token, "logprob": c.logprob, "text": c.decoded_token} for token, c in candidates.items()]

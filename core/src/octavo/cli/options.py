@@ -176,7 +176,9 @@ class Option:
         elif dict in self.kinds:
             words.append("a JSON object")
         elif tuple in self.kinds or list in self.kinds:
-            words.append("text, or a list of texts (numbers in quotes)")
+            words.append(
+                "an integer, or a list of them" if int in self._items() else "text, or a list of texts (numbers in quotes)"
+            )
         elif str in self.kinds:
             words.append("text (numbers in quotes)")
         if self.choices:

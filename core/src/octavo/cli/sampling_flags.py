@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, get_type_hints
@@ -53,10 +53,13 @@ def sampling_options() -> tuple[Option, ...]:
     )
 
 
-def add_sampling(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the flags; `defaults` are the command's own where they differ from the struct's."""
+def add_sampling(parser: argparse.ArgumentParser, *, skip: Collection[str] = (), **defaults: Any) -> None:
+    """Add the flags but those of `skip`, which the command could not honour; `defaults` are its own where they differ from the
+    struct's."""
     group = parser.add_argument_group("sampling options")
     for option in sampling_options():
+        if option.name in skip:
+            continue
         replace(option, default=defaults.get(option.name, option.default)).add_to(group, dest=PREFIX + option.name)
 
 
