@@ -76,7 +76,7 @@ async def responses(request: Request, state: State) -> Response:
 
     async def prepare(llm: AsyncLLM) -> list[Job]:
         params = body.to_params()
-        ids = await asyncio.to_thread(render_chat, llm.tokenizer, body.conversation(), add_generation_prompt=True)
+        ids = await asyncio.to_thread(lambda: render_chat(llm.tokenizer, body.conversation(), add_generation_prompt=True))
         return [Job(ids, None, resolve(ids, params, llm.info))]
 
     return await run(request, state, body, prepare, lambda rid, jobs, llm: ResponsesAnswer(rid, model, jobs, llm.tokenizer, body))
