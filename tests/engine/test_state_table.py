@@ -14,10 +14,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from octavo.engine import inputs
 from octavo.engine.graphs import StepGraphs
 from octavo.engine.inputs import StateTable
 from octavo.interfaces import KVGroup, KVSpec, Limits, StepHost
 from octavo.request import Admission, Batch, SamplingParams, TableUpdate
+from octavo.transfer import staged
 
 from tests.engine.harness import make_engine, request, run
 
@@ -95,9 +97,15 @@ def test_the_table_holds_what_it_was_told_last_and_nothing_else_changes(steps: l
 
 
 def test_whatever_a_step_changes_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, sent = table(), []
-    send = state.send
-    monkeypatch.setattr(state, "send", lambda array: sent.append(array.nbytes) or send(array))
+    state = table()
+    sent: list[int] = []
+
+    def spy(shape: int, dtype: Any, device: torch.device) -> Any:
+        tensor, array = staged(shape, dtype, device)
+        sent.append(array.nbytes)
+        return tensor, array
+
+    monkeypatch.setattr(inputs, "staged", spy)
     some = [admission(slot, [1, 2, 3], 9) for slot in range(4)]
     entries = [TableUpdate(g, np.arange(4, dtype=np.int32), np.zeros(4, np.int32), np.arange(4, dtype=np.int32)) for g in (0, 1)]
     state.apply(batch(some, entries))

@@ -48,6 +48,17 @@ def test_the_tokens_that_are_sampled_from_come_first_and_every_token_is_there_on
     assert step.again == 2 * 8 + 3 * 11
 
 
+@pytest.mark.parametrize(("start", "count"), [(0, 2), (2048, 32), (5, 3)])
+def test_a_prompt_alone_has_the_rows_that_it_has_beside_others(start: int, count: int) -> None:
+    alone, beside = (
+        token_rows(batch(*rows), split=True) for rows in ([(7, start, count, True)], [(7, start, count, True), (1, 4, 1, True)])
+    )
+    assert alone is not None and beside is not None
+    assert places(alone) == [place for place in places(beside) if place[0] == 7]
+    assert (alone.sampled, alone.prompts, alone.again) == (1, True, beside.again)
+    assert alone.slots.dtype == beside.slots.dtype and alone.positions.dtype == beside.positions.dtype
+
+
 @pytest.mark.parametrize(
     "given",
     [

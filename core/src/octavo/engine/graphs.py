@@ -24,7 +24,7 @@ from octavo.engine.inputs import StateTable
 from octavo.engine.rows import MOST_READ_AGAIN, MOST_TOKENS, TokenRows
 from octavo.interfaces import AttentionBackend, Limits, Model, Step, StepHost
 from octavo.sampling.sampler import Sampler
-from octavo.transfer import copy_into
+from octavo.transfer import staged
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,8 @@ class StepGraphs:
 
     def _fill(self, bucket: _Bucket, step: TokenRows) -> None:
         """One copy of everything that the host knows of the step, padding included."""
-        columns = np.zeros((COLUMNS, bucket.size), np.int64)
+        tensor, columns = staged((COLUMNS, bucket.size), np.int64, self._device)
+        columns[:] = 0
         columns[0] = columns[4] = self._state.scratch_row
         columns[0, : len(step)], columns[1, : len(step)] = step.slots, step.positions
         if self._sampler.draw is not None:
@@ -154,7 +155,7 @@ class StepGraphs:
             temperature, columns[2, : step.sampled] = self._sampler.columns(sampled)
             columns[3].view(np.float32)[: step.sampled] = temperature
             columns[4, : step.sampled] = sampled
-        copy_into(bucket.columns, columns)
+        bucket.columns.copy_(tensor, non_blocking=True)
 
     def _step(self, bucket: _Bucket, host: StepHost) -> tuple[Step, Tensor]:
         rows, positions = bucket.columns[0], bucket.columns[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.engine.sharing import PrefixSharing
 from octavo.interfaces import KVGroup, Limits, Step, StepHost
 from octavo.request import Admission, Batch, TableUpdate
-from octavo.transfer import to_device
+from octavo.transfer import staged, to_device
 
 ALIGNED = 64
 """Each part of the state table begins at a multiple of so many words (256 bytes), as if it were allocated by itself."""
@@ -69,7 +69,7 @@ class StateTable:
         count = sum(len(a.tokens) + 2 for a in admissions) + sum(len(u.rows) for u in tables)
         if not count:
             return
-        packed = np.empty(3 * count, np.int32)
+        tensor, packed = staged(3 * count, np.int32, self._device)
         places, values = packed[: 2 * count].view(np.int64), packed[2 * count :]
         end = 0
         for admission in admissions:
@@ -85,7 +85,7 @@ class StateTable:
             places[at:end] += update.cols
             places[at:end] += self._starts[2 + update.group]
             values[at:end] = update.blocks
-        sent = self.send(packed)
+        sent = tensor.to(self._device, non_blocking=True)
         self._words.scatter_(0, sent[: 2 * count].view(torch.int64), sent[2 * count :])
 
     def decode_step(

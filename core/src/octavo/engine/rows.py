@@ -56,6 +56,11 @@ def token_rows(batch: Batch, *, split: bool) -> TokenRows | None:
         return TokenRows(batch.slots.astype(np.int64), batch.start.astype(np.int64), len(new))
     if not split or (new < 1).any() or batch.num_tokens > MOST_TOKENS:
         return None
+    if len(new) == 1 and batch.sample[0]:  # a request that comes alone is waited for: without what several rows need
+        count, end = int(new[0]), int(batch.start[0] + new[0])
+        positions = np.arange(end - count - 1, end - 1)
+        positions[0] = end - 1
+        return TokenRows(np.full(count, batch.slots[0], np.int64), positions, 1, True, (count - 1) * end)
     start, new = batch.start.astype(np.int64), new.astype(np.int64)
     ends = new.cumsum()
     last = ends[batch.sample] - 1
