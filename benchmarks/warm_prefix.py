@@ -9,6 +9,7 @@ printed are medians, and by how much the warm one is below the cold one; a line 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -48,6 +49,8 @@ def main() -> None:
     length = max(args.prefix) + max(args.suffix) + 64
     config = EngineConfig(model=args.model, load_format=args.load_format, max_model_len=length)
     engine = build_engine(config, discover(config.plugins))
+    gc.collect()
+    gc.freeze()  # as the engine's process does
     for prefix in args.prefix:
         for suffix in args.suffix:
             print(json.dumps({"model": args.model, **compare(engine, prefix, suffix, args.repeats)}))
