@@ -25,8 +25,8 @@ VECTOR = 8
 
 def blocks(size: int, rows: int) -> tuple[int, int, int]:
     """(blocks of a row, threads of a block, vectors of a thread) for so many rows of `size` channels: one block unless its threads would
-    have more than one vector each. Few rows are cut into smaller blocks, which find room beside the product in front."""
-    most = 256 if rows <= 32 else 512
+    have more than one vector each. Blocks are small where they are few, to find room beside the product in front."""
+    most = 256 if rows * size <= 1 << 19 else 512
     vectors = -(-size // VECTOR)
     cluster = 1
     while cluster < MAX_CLUSTER and vectors > cluster * most:
