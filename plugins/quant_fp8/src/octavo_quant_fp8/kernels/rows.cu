@@ -9,9 +9,9 @@
 // Blocks of a cluster along y (SPLIT) share the inputs. Each finishes some rows of W: the others send it their sums, and it adds them in a
 // fixed order. Grid: (blocks of ROWS rows of W, SPLIT, blocks of TOKENS rows of x).
 //
-// Macros: TOKENS (a multiple of 8 up to 256), GROUPS (warpgroups), CHUNKS, BOX, STAGES (at least 2), X_STAGES, SPLIT, MIN_BLOCKS (that a
-// multiprocessor must hold), OUT (0 bfloat16, 1 float16, 2 float32), BIAS (0 or 1, of the same type). The function wgmma for TOKENS is put
-// in front of this file.
+// Macros: TOKENS (a multiple of 8 up to 256), GROUPS (warpgroups), CHUNKS, BOX, STAGES (at least 2), X_STAGES, SPLIT, REUSE (0 or 1: sums that
+// are sent take the room of tiles, for which the blocks of a cluster wait), MIN_BLOCKS (that a multiprocessor must hold), OUT (0 bfloat16,
+// 1 float16, 2 float32), BIAS (0 or 1, of the same type). The function wgmma for TOKENS is put in front of this file.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -103,6 +103,8 @@ __device__ __forceinline__ void send(u32 to, float a, float b, float c, float d,
                  :: "r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
 }
 
+// Relaxed: what the others write then is not read here through any cache, and a fence would wait for global memory.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif
 
@@ -136,7 +138,7 @@ __device__ __forceinline__ void store4(Out* out, float4 y) { *(uint2*)out = make
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
     const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap inputs, const float* x_scale,
     const float* __restrict__ scale, const Out* __restrict__ bias, Out* __restrict__ out, int M, int N, int K) {
-    extern __shared__ __align__(1024) u8 memory[]; // tiles of W, tiles of x, SPLIT > 1: sums that are sent here; SPLIT 1: sums float [TOKENS][PITCH] in the end
+    extern __shared__ __align__(1024) u8 memory[]; // tiles of W, tiles of x, sums that are sent here; SPLIT 1: sums float [TOKENS][PITCH] in the end
     __shared__ __align__(8) u64 barriers[STAGES + X_STAGES + RING + 1];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 base = shared_address(memory), x_base = base + STAGES * W_BYTES;
@@ -161,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
     }
     __syncthreads();
 #if SPLIT > 1
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); // this block's barriers are ready
+    cluster_arrive(); // its barriers are ready
 #endif
 
     if (warp == WARPS) {
@@ -196,6 +198,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
         __syncwarp();
 #if SPLIT > 1
         cluster_wait();
+#if REUSE
+        cluster_arrive();
+        cluster_wait();
+#endif
 #endif
     } else {
         // What a thread needs at the end, asked for now: it arrives while tiles are multiplied.
@@ -242,7 +248,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, MIN_BLOCKS) rows(
 #if SPLIT > 1
         // A warp's sums are of one block's rows, and go there as they lie in registers: float4 [SPLIT][TOKENS / 8][PART][32], of rows
         // lane / 4 and 8 more, tokens lane % 4 * 2 and 1 more.
-        const float* sums = (const float*)(memory + STAGES * W_BYTES + X_STAGES * X_BYTES);
+#if REUSE
+        cluster_arrive(); // its tiles have been read
+        cluster_wait();
+#endif
+        const float* sums = (const float*)(memory + (REUSE ? 0 : STAGES * W_BYTES + X_STAGES * X_BYTES));
         const u32 there = in_block(sums_full, warp / PART);
         const u32 at = in_block(shared_address(sums) + (blockIdx.y * (TOKENS / 8) * PART * 32 + warp % PART * 32 + lane) * 16, warp / PART);
 #pragma unroll

@@ -20,6 +20,8 @@ from octavo_quant_fp8.kernels.cuda import Function, TensorMap, compile_source, t
 OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TOKENS = (8, 16, 32, 64, 128, 256)
 """Rows of x that an instruction may take; more are more blocks."""
+ROOM = 224 << 10
+"""Bytes of shared memory that a block may take, its barriers not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,19 @@ class Shape:
     @property
     def shared(self) -> int:
         """Bytes: tiles in flight, and the sums that other blocks send, or afterwards the block's own."""
-        tiles = 128 * self.chunks * (self.stages * self.rows + self.x_stages * self.tokens)
-        return tiles + 4 * self.tokens * self.rows if self.split > 1 else max(tiles, 4 * self.tokens * (self.rows + 4))
+        sums = 4 * self.tokens * self.rows
+        if self.split == 1:
+            return max(self._tiles, sums + 16 * self.tokens)
+        return max(self._tiles, sums) if self.reuse else self._tiles + sums
+
+    @property
+    def reuse(self) -> bool:
+        """Whether sums that are sent take the room of tiles, since both do not fit."""
+        return self.split > 1 and self._tiles + 4 * self.tokens * self.rows > ROOM
+
+    @property
+    def _tiles(self) -> int:
+        return 128 * self.chunks * (self.stages * self.rows + self.x_stages * self.tokens)
 
 
 @cache
@@ -59,7 +72,8 @@ def macros(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, int]:
     """What rows.cu is compiled with."""
     return {
         "TOKENS": shape.tokens, "GROUPS": shape.groups, "STAGES": shape.stages, "X_STAGES": shape.x_stages, "SPLIT": shape.split,
-        "MIN_BLOCKS": shape.min_blocks, "CHUNKS": shape.chunks, "BOX": shape.box, "OUT": OUT[dtype], "BIAS": int(bias),
+        "REUSE": int(shape.reuse), "MIN_BLOCKS": shape.min_blocks, "CHUNKS": shape.chunks, "BOX": shape.box, "OUT": OUT[dtype],
+        "BIAS": int(bias),
     }  # fmt: skip
 
 
@@ -72,7 +86,7 @@ def choose_shape(m: int, n: int, k: int) -> Shape | None:
     if not 1 < m <= TOKENS[-1] or k < 1024:
         return None
     if tokens == 256:  # enough tiles for the library, but where K is long
-        return Shape(tokens, 1, 1, 8, 3, 2) if long and not wide else None
+        return Shape(tokens, 1, 1, 8, 4, 2) if long and not wide else None
     if tokens == 128:
         if wide:
             return None
