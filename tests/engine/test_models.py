@@ -231,6 +231,8 @@ def test_a_model_that_takes_a_name_over_keeps_every_setting_that_is_not_given() 
     base = EngineConfig(model="/a", max_model_len=77, num_gpu_blocks=5)
     config = successor(base, "/b", {"num_gpu_blocks": 6})
     assert (config.model, config.max_model_len, config.num_gpu_blocks) == ("/b", 77, 6)
+    of_hub = EngineConfig(model="owner/name", revision="v1")
+    assert (successor(of_hub, "owner/name", {}).revision, successor(of_hub, "/b", {}).revision) == ("v1", None)
 
 
 # ------------------------------------------------------------------ turns

@@ -321,6 +321,11 @@ def test_a_wrong_config_is_named_with_its_file(tmp_path: Path) -> None:
         plan(folder(tmp_path / "bad", hidden_size=-4), load_format="dummy")
 
 
+def test_a_revision_of_what_has_none_is_refused(tiny: Path) -> None:
+    with pytest.raises(LoadError, match=r"^--revision main: .* is not a hub id, which alone has revisions"):
+        plan(tiny, revision="main")
+
+
 def test_weights_that_are_not_there_are_named_with_their_flag(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--awq-ckpt-path /nowhere/awq: "):
         plan(tiny, awq_ckpt_path="/nowhere/awq")

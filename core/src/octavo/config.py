@@ -97,7 +97,7 @@ class EngineConfig(_Config):
         group="cache",
     )  # fmt: skip
 
-    max_num_seqs: int = _field(256, "Sequences in one step.", group="scheduler", ge=1)
+    max_num_seqs: int = _field(256, "Sequences in one step.", group="scheduler", ge=1, le=65536)
     max_num_batched_tokens: int | None = _field(
         None, "Tokens in one step; default 8192 on a GPU, 1024 on a CPU.", group="scheduler", ge=1
     )

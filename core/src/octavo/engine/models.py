@@ -48,9 +48,11 @@ def beside(base: EngineConfig, model: str, settings: Mapping[str, Any]) -> Engin
 
 
 def successor(old: EngineConfig, model: str, settings: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of a model that takes a name over: whatever is not given is the old one's. Raises ConfigError."""
+    """The configuration of a model that takes a name over: whatever is not given is the old one's, but for the revision of another
+    model. Raises ConfigError."""
+    kept = {name: getattr(old, name) for name in old.model_fields_set if name != "revision" or model == old.model}
     try:
-        return EngineConfig(**{**{name: getattr(old, name) for name in old.model_fields_set}, **settings, "model": model})
+        return EngineConfig(**{**kept, **settings, "model": model})
     except ValidationError as error:
         raise ConfigError(complaints("model.", EngineConfig, error)) from error
 

@@ -110,7 +110,7 @@ class OneModel:
         source = await asyncio.to_thread(resolve_source, config.model, config.revision, weights=config.load_format != "dummy")
         llm = cls(config, source, relay_log=relay_log, patience=patience)
         # The engine builds while this process loads the tokenizer: neither needs the other.
-        resolved = config.model_copy(update={"model": str(source.path)})
+        resolved = config.model_copy(update={"model": str(source.path), "revision": None})  # which is that of the path now
         starting = asyncio.create_task(llm._engine.start(resolved, on_progress))
         try:
             llm.tokenizer = await asyncio.to_thread(_tokenizer, source, config)

@@ -109,6 +109,8 @@ def resolve_source(model: str, revision: str | None = None, *, weights: bool = T
     the file and the key, for whatever is missing or malformed.
     """
     path, commit = locate(model, revision, weights=weights)
+    if revision is not None and commit is None:
+        raise LoadError(f"--revision {revision}: {model} is not a hub id, which alone has revisions; leave one of them out")
     name = DEMO_NAME if model == "demo" else model
     if path.is_file():
         return _gguf_source(path, name, commit)
