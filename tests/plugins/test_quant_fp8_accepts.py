@@ -41,6 +41,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("compressed-tensors", {"format": "float-quantized", "config_groups": {"g": GROUP | {"weights": {"num_bits": 4, "type": "int"}}}}, "4-bit int"),
     ("compressed-tensors", compressed("group", None), "strategy 'group'"),
     ("compressed-tensors", compressed("block", inputs("token")), "dynamic groups of 128"),
+    ("compressed-tensors", compressed("channel", inputs("token")) | {"ignore": ["lm_head", "re:["]}, r"ignore 're:\[' is not a regular expression"),
 ]  # fmt: skip
 
 

@@ -159,4 +159,9 @@ def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = config.get(key) or ()
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
         raise Unsupported(f"{key} is {value!r}; a list of module names is expected")
+    for pattern in value:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise Unsupported(f"{key} {pattern!r} is not a regular expression: {error}") from error
     return tuple(value)
