@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from octavo.bench.device_time import graph_time
 from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, triton_gemm, warpgroup_gemm
 from octavo_quant_awq.kernels.cuda_gemm import Shape
-from octavo_quant_awq.kernels.limits import WARPGROUP_ROWS
+from octavo_quant_awq.kernels.limits import NARROW_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.kernels.narrow_gemm import NarrowShape
 from octavo_quant_awq.kernels.variant import Variant
 from octavo_quant_awq.kernels.warpgroup_gemm import WarpgroupShape
@@ -79,9 +79,9 @@ def narrow_function(m: int, shape: Shape) -> Any:
 
 
 def few_op(w: Weights, x: Tensor, shape: NarrowShape) -> Op:
-    call = narrow_gemm.function(VARIANT, narrow_gemm.held(len(x)), shape, w.k, "", x.device)
+    call = narrow_gemm.function(VARIANT, narrow_gemm.held(len(x)), shape, w.k, x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: narrow_gemm.launch(call, shape, *w.tensors(i), x, None, w.n, out, 1)
+    return lambda i: narrow_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
 
 
 def warpgroup_op(w: Weights, x: Tensor, shape: WarpgroupShape) -> Op:
@@ -113,7 +113,7 @@ def narrow_shape(m: int, n: int, k: int) -> Shape:
 
 
 def few_shape(m: int, n: int, k: int) -> NarrowShape | None:
-    return narrow_gemm.choose_shape(m, n, k, VARIANT) if m <= narrow_gemm.ROWS else None
+    return narrow_gemm.choose_shape(m, n, k, VARIANT) if m <= NARROW_ROWS else None
 
 
 def say(*words: Any) -> None:
@@ -158,7 +158,7 @@ def table(seconds: float) -> None:
     more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in ROWS if m <= WARPGROUP_ROWS}
     compile_all(
         [lambda job=job: narrow_function(*job) for job in few]  # type: ignore[misc]
-        + [lambda m=m, s=s, k=k: narrow_gemm.function(VARIANT, m, s, k, "", device) for m, s, k in fewest]  # type: ignore[misc]
+        + [lambda m=m, s=s, k=k: narrow_gemm.function(VARIANT, m, s, k, device) for m, s, k in fewest]  # type: ignore[misc]
         + [lambda s=s: warpgroup_gemm.function(VARIANT, s, device) for s in more]  # type: ignore[misc]
         + [lambda: library.function(VARIANT, device)]
     )

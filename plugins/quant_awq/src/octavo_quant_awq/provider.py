@@ -93,8 +93,7 @@ def _served_by(device: Device, kernel: str) -> str:
         return f"the Triton kernel up to {OTHER_ROWS} rows of a step, more are dequantised for cuBLAS"
     if device.capability[0] == 9:
         return (
-            f"narrow.cu or w4a16.cu up to {NARROW_ROWS} rows of a step, warpgroup.cu up to {WARPGROUP_ROWS}, "
-            "more are dequantised for cuBLAS"
+            f"narrow.cu up to {NARROW_ROWS} rows of a step, warpgroup.cu up to {WARPGROUP_ROWS}, more are dequantised for cuBLAS"
         )
     return f"w4a16.cu up to {OTHER_ROWS} rows of a step, more are dequantised for cuBLAS"
 

@@ -1,8 +1,7 @@
 """Rows of a step up to which each kernel serves, as measured on an H200 (benchmarks/RESULTS.md). Imports nothing."""
 
 NARROW_ROWS = 8
-"""narrow.cu, on Hopper; where its table of shapes leaves a product out, w4a16.cu for matrices with too few outputs to fill the GPU with blocks of
-warpgroup.cu; other products are warpgroup.cu's."""
+"""narrow.cu, on Hopper, where a block has room for x and scales; other products are warpgroup.cu's."""
 WARPGROUP_ROWS = 4096
 """warpgroup.cu; with more rows, weights are made 16 bits wide and cuBLAS multiplies."""
 OTHER_ROWS = 64

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction
 from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.kernels.variant import Variant
 
 
 class CudaProduct:
-    """The CUDA kernels on one matrix: w4a16.cu for few rows, on Hopper narrow.cu, and warpgroup.cu for more. Everything that it may
+    """The CUDA kernels on one matrix: w4a16.cu, or on Hopper narrow.cu for few rows and warpgroup.cu for more. Everything that it may
     need is compiled when it is made."""
 
     name = "cuda"
@@ -34,12 +35,13 @@ class CudaProduct:
         )
         self._hopper = torch.cuda.get_device_capability(words.device)[0] == 9
         self.limit = WARPGROUP_ROWS if self._hopper else OTHER_ROWS
-        self._narrow = OTHER_ROWS if not self._hopper else 0 if warpgroup_gemm.fills(rows) else NARROW_ROWS
-        jobs: list[Callable[[], Any]] = [lambda m=m: self._narrow_call(m) for m in (8, 16, 32, 64) if m <= self._narrow]
-        self._fewest = {m for m in (1, 4, 8) if self._hopper and self._few_shape(m)}  # rows that narrow.cu's variants hold
-        jobs += [lambda m=m: self._few_call(m) for m in self._fewest]
-        if self._hopper:
-            shapes = warpgroup_gemm.shapes(rows, inputs, self._narrow + 1, WARPGROUP_ROWS)
+        jobs: list[Callable[[], Any]] = []
+        if not self._hopper:
+            jobs += [lambda m=m: self._other(m) for m in (8, 16, 32, 64)]
+        else:
+            self._held = {m for m in (1, 4, 8) if self._narrow_shape(m)}  # rows that variants of narrow.cu have room for
+            jobs += [lambda m=m: self._narrow(m) for m in self._held]
+            shapes = warpgroup_gemm.shapes(rows, inputs, NARROW_ROWS + 1 if 8 in self._held else 1, WARPGROUP_ROWS)
             jobs += [lambda shape=shape: warpgroup_gemm.function(self._variant, shape, self._device) for shape in shapes]
         jobs.append(lambda: library.function(self._variant, self._device))
         with ThreadPoolExecutor(len(jobs)) as pool:  # compiling leaves the interpreter to others
@@ -49,18 +51,18 @@ class CudaProduct:
         with torch.cuda.device(self._device):  # a thread starts on the first GPU
             return job()
 
-    def _few_shape(self, m: int) -> narrow_gemm.NarrowShape | None:
+    def _narrow_shape(self, m: int) -> narrow_gemm.NarrowShape | None:
         return narrow_gemm.choose_shape(m, self._rows, self._inputs, self._variant)
 
-    def _few_call(self, m: int) -> Any:
-        shape, tokens = self._few_shape(m), narrow_gemm.held(m)
+    def _narrow(self, m: int) -> tuple[CudaFunction, narrow_gemm.NarrowShape]:
+        shape, tokens = self._narrow_shape(m), narrow_gemm.held(m)
         assert shape is not None
-        return narrow_gemm.function(self._variant, tokens, shape, self._inputs, "", self._device), shape
+        return narrow_gemm.function(self._variant, tokens, shape, self._inputs, self._device), shape
 
-    def _narrow_call(self, m: int) -> Any:
+    def _other(self, m: int) -> Any:
         tiles = cuda_gemm.token_tiles(m)
-        shape = cuda_gemm.choose_shape(tiles, self._rows, self._inputs, clusters=self._hopper)
-        return cuda_gemm.function(self._variant, tiles, shape, self._device, self._hopper), shape, tiles
+        shape = cuda_gemm.choose_shape(tiles, self._rows, self._inputs, clusters=False)
+        return cuda_gemm.function(self._variant, tiles, shape, self._device, False), shape, tiles
 
     def _warpgroup(self, m: int) -> Any:
         shape = warpgroup_gemm.choose_shape(m, self._rows, self._inputs)
@@ -73,11 +75,11 @@ class CudaProduct:
         out = x.new_empty(len(x), self._rows)
         if not len(x):
             return out
-        if len(x) <= narrow_gemm.ROWS and narrow_gemm.held(len(x)) in self._fewest:
-            return narrow_gemm.launch(*self._few_call(len(x)), *self._tensors, x, self._bias, self._rows, out, self._step)
-        if len(x) > self._narrow:
-            return warpgroup_gemm.launch(*self._warpgroup(len(x)), *self._tensors, x, self._bias, out, self._step)
-        return cuda_gemm.launch(*self._narrow_call(len(x)), *self._tensors, x, self._bias, out, self._step)
+        if not self._hopper:
+            return cuda_gemm.launch(*self._other(len(x)), *self._tensors, x, self._bias, out, self._step)
+        if len(x) <= NARROW_ROWS and narrow_gemm.held(len(x)) in self._held:
+            return narrow_gemm.launch(*self._narrow(len(x)), *self._tensors, x, self._bias, out, self._step)
+        return warpgroup_gemm.launch(*self._warpgroup(len(x)), *self._tensors, x, self._bias, out, self._step)
 
     def dequantise(self, out: Tensor, first: int) -> Tensor:
         """out [count, K]: that many rows of the weights from `first` on."""
