@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from octavo.bench.kernel import cuda_device
 from octavo.testing.quantizer import QuantizerSuite, QuantizerTarget, random_weight
 
 from tests.plugins.fourbit import LAYOUTS, cut_gemm
+
+if TYPE_CHECKING:
+    from octavo_quant_awq.gpu import GpuMatrix
 
 pytestmark = pytest.mark.gpu
 
@@ -65,12 +69,8 @@ class TestTritonPacked32(QuantizerSuite):
     target = target("packed-asymmetric", 32, ("float16",), "triton")
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [(4096, 4096), (1536, 576), (14336, 1024), (576, 1536), (640, 8976), (1024, 6144)]
-)
-@pytest.mark.parametrize("kernel", ["cuda", "triton"])
-def test_both_kernels_at_the_shapes_of_models(inputs: int, outputs: int, kernel: str) -> None:
-    """Every number of rows about the borders between kernels; cut K, clusters and padded tokens among them."""
+def matrix_and_weight(inputs: int, outputs: int, kernel: str) -> tuple[GpuMatrix, torch.Tensor]:
+    """Random weights in groups of 64, in memory and in float64."""
     from octavo_quant_awq.gpu import GpuMatrix
 
     from tests.plugins.fourbit import rounded
@@ -84,14 +84,52 @@ def test_both_kernels_at_the_shapes_of_models(inputs: int, outputs: int, kernel:
     matrix.put_zeros(0, z.to(torch.uint8))
     matrix.put_scales(0, s)
     matrix.finish()
-    weight = integers.weight.cuda()
-    assert torch.equal(matrix.weights(0, outputs), weight.bfloat16())
-    assert torch.equal(matrix.weights(37, outputs), weight[37:].bfloat16())
-    for rows in (1, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 512, 1025, 4096, 4097):
-        x = torch.randn(rows, inputs, device="cuda").bfloat16()
+    return matrix, integers.weight.cuda()
+
+
+def check_products(matrix: GpuMatrix, weight: torch.Tensor, counts: tuple[int, ...]) -> None:
+    for rows in counts:
+        x = torch.randn(rows, weight.shape[1], device="cuda").bfloat16()
         right = x.double() @ weight.T
         error = float((matrix(x).double() - right).norm() / right.norm())
         assert error < 4e-3, f"{rows} rows: off by {error:.1e}"
+
+
+SHAPES = [(4096, 4096), (1536, 576), (14336, 1024), (576, 1536), (640, 8976), (1024, 6144)]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
+def test_both_kernels_at_the_shapes_of_models(inputs: int, outputs: int, kernel: str) -> None:
+    """Every number of rows about the borders between kernels; cut K, clusters and padded tokens among them."""
+    matrix, weight = matrix_and_weight(inputs, outputs, kernel)
+    assert torch.equal(matrix.weights(0, outputs), weight.bfloat16())
+    assert torch.equal(matrix.weights(37, outputs), weight[37:].bfloat16())
+    check_products(matrix, weight, (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 512, 1025, 4096, 4097))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_the_kernel_of_older_gpus_runs_here_too(inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo_quant_awq.kernels import products
+
+    monkeypatch.setattr(products, "is_hopper", lambda device: False)
+    matrix, weight = matrix_and_weight(inputs, outputs, "cuda")
+    check_products(matrix, weight, (1, 4, 8, 9, 16, 17, 32, 33, 64, 65))
+
+
+@pytest.mark.parametrize("outputs", [1024, 9216])
+def test_few_rows_of_uneven_size_lose_nothing(outputs: int) -> None:
+    """Groups that differ by many powers of two in x, and a row of zeros: the scaling of x for float16 operands is undone exactly."""
+    matrix, weight = matrix_and_weight(640, outputs, "cuda")
+    for rows in (1, 3, 8):
+        x = torch.randn(rows, 640, device="cuda") * torch.logspace(-12, 4, 10, device="cuda").repeat_interleave(64)
+        for last in (x, x.flip(1)):
+            x = last.bfloat16()
+            x[-1, 128:256] = 0
+            right = x.double() @ weight.T
+            error = float((matrix(x).double() - right).norm() / right.norm())
+            assert error < 4e-3, f"{rows} rows: off by {error:.1e}"
+        assert not matrix(torch.zeros_like(x)).any()
 
 
 def test_loading_holds_no_more_than_a_tenth_besides() -> None:

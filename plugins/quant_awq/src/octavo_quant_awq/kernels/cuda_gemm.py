@@ -1,4 +1,4 @@
-"""W4A16 for few rows: the launches of w4a16.cu, and which of its shapes serves which product.
+"""W4A16 for few rows on GPUs before Hopper: the launches of w4a16.cu, and which of its shapes serves which product.
 
 Owns compiled variants, one per (token tiles, shape of a block). Compiling happens when a variant is first asked for, which
 must be before a graph is captured.

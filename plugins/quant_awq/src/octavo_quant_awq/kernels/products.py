@@ -18,6 +18,11 @@ from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, WARPGROUP_R
 from octavo_quant_awq.kernels.variant import Variant
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether this GPU has what narrow.cu and warpgroup.cu need."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 class CudaProduct:
     """The CUDA kernels on one matrix: w4a16.cu, or on Hopper narrow.cu for few rows and warpgroup.cu for more. Everything that it may
     need is compiled when it is made."""
@@ -33,7 +38,7 @@ class CudaProduct:
         self._variant = Variant(
             dtype == torch.bfloat16, scales.dtype == torch.bfloat16, zeros is not None, sub, inputs % 128 != 0
         )
-        self._hopper = torch.cuda.get_device_capability(words.device)[0] == 9
+        self._hopper = is_hopper(words.device)
         self.limit = WARPGROUP_ROWS if self._hopper else OTHER_ROWS
         jobs: list[Callable[[], Any]] = []
         if not self._hopper:
