@@ -24,7 +24,7 @@ from octavo.bench.device_time import graph_time
 from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, triton_gemm, warpgroup_gemm
 from octavo_quant_awq.kernels.cuda_gemm import Shape
 from octavo_quant_awq.kernels.limits import NARROW_ROWS, WARPGROUP_ROWS
-from octavo_quant_awq.kernels.narrow_gemm import NarrowShape
+from octavo_quant_awq.kernels.narrow_gemm import NarrowShape, Operands
 from octavo_quant_awq.kernels.variant import Variant
 from octavo_quant_awq.kernels.warpgroup_gemm import WarpgroupShape
 from octavo_quant_awq.packing import Grouped, unblocked, unpaired
@@ -68,17 +68,17 @@ def measure(op: Op, count: int) -> float:
     return graph_time(op, count, REPLAYS)
 
 
-def narrow_op(w: Weights, x: Tensor, shape: Shape) -> Op:
-    call = narrow_function(len(x), shape)
+def older_op(w: Weights, x: Tensor, shape: Shape) -> Op:
+    call = older_function(len(x), shape)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
     return lambda i: cuda_gemm.launch(call, shape, cuda_gemm.token_tiles(len(x)), *w.tensors(i), x, None, out, 1)
 
 
-def narrow_function(m: int, shape: Shape) -> Any:
+def older_function(m: int, shape: Shape) -> Any:
     return cuda_gemm.function(VARIANT, cuda_gemm.token_tiles(m), shape, torch.device("cuda", 0), True)
 
 
-def few_op(w: Weights, x: Tensor, shape: NarrowShape) -> Op:
+def narrow_op(w: Weights, x: Tensor, shape: NarrowShape) -> Op:
     call = narrow_gemm.function(VARIANT, narrow_gemm.held(len(x)), shape, w.k, x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
     return lambda i: narrow_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
@@ -108,11 +108,11 @@ def triton_op(w: Weights, x: Tensor) -> Op:
     return lambda i: triton_gemm.multiply(*w.tensors(i), x, None, out, sub=w.sub, group_step=1, **tuning)
 
 
-def narrow_shape(m: int, n: int, k: int) -> Shape:
+def older_shape(m: int, n: int, k: int) -> Shape:
     return cuda_gemm.choose_shape(cuda_gemm.token_tiles(m), n, k, clusters=True)
 
 
-def few_shape(m: int, n: int, k: int) -> NarrowShape | None:
+def narrow_shape(m: int, n: int, k: int) -> NarrowShape | None:
     return narrow_gemm.choose_shape(m, n, k, VARIANT) if m <= NARROW_ROWS else None
 
 
@@ -136,11 +136,11 @@ def compile_all(jobs: Sequence[Callable[[], Any]]) -> None:
 def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tuple[Op, float]]]:
     """What may serve m rows, by name, with the largest error that is right."""
     found: dict[str, Callable[[Weights, Tensor], tuple[Op, float]]] = {}
-    few = few_shape(m, n, k)
+    few = narrow_shape(m, n, k)
     if few is not None:
-        found["narrow"] = lambda w, x: (few_op(w, x, few), EXACT)
+        found["narrow"] = lambda w, x: (narrow_op(w, x, few), EXACT)
     if m <= 16:
-        found["w4a16"] = lambda w, x: (narrow_op(w, x, narrow_shape(m, n, k)), EXACT)
+        found["w4a16"] = lambda w, x: (older_op(w, x, older_shape(m, n, k)), EXACT)
     if m <= WARPGROUP_ROWS:
         found["warpgroup"] = lambda w, x: (warpgroup_op(w, x, warpgroup_gemm.choose_shape(m, n, k)), ROUNDED)
     if m >= 1024:
@@ -153,11 +153,11 @@ def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tup
 def table(seconds: float) -> None:
     """Every product at every number of rows by every kernel at its default shape, and cuBLAS. The last lines are the sums of the four."""
     began, device = time.monotonic(), torch.device("cuda", 0)
-    few = {(m, narrow_shape(m, n, k)) for k, n in SHAPES.values() for m in ROWS if m <= 16}
-    fewest = {(narrow_gemm.held(m), s, k) for k, n in SHAPES.values() for m in ROWS if (s := few_shape(m, n, k)) is not None}
+    few = {(m, older_shape(m, n, k)) for k, n in SHAPES.values() for m in ROWS if m <= 16}
+    fewest = {(narrow_gemm.held(m), s, k) for k, n in SHAPES.values() for m in ROWS if (s := narrow_shape(m, n, k)) is not None}
     more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in ROWS if m <= WARPGROUP_ROWS}
     compile_all(
-        [lambda job=job: narrow_function(*job) for job in few]  # type: ignore[misc]
+        [lambda job=job: older_function(*job) for job in few]  # type: ignore[misc]
         + [lambda m=m, s=s, k=k: narrow_gemm.function(VARIANT, m, s, k, device) for m, s, k in fewest]  # type: ignore[misc]
         + [lambda s=s: warpgroup_gemm.function(VARIANT, s, device) for s in more]  # type: ignore[misc]
         + [lambda: library.function(VARIANT, device)]
@@ -188,15 +188,18 @@ def table(seconds: float) -> None:
         say(f"M {m}: " + ", ".join(f"{kernel} {v:.1f} ({blas / v:.2f})" for (kernel, at), v in sums.items() if at == m))
 
 
-def narrow_candidates(m: int, n: int, k: int) -> list[Shape]:
-    """Block shapes of w4a16.cu worth a try."""
+def narrow_candidates(m: int, n: int, k: int) -> list[NarrowShape]:
+    """Block shapes of narrow.cu worth a try."""
     default = narrow_shape(m, n, k)
+    if default is None:
+        return []
     found = {default}
-    for row_tiles, warps_k, cluster in itertools.product((1, 2), (4, 8, 16), (1, 2, 4)):
-        shape = replace(
-            default, row_tiles=row_tiles, warps_k=warps_k, cluster=cluster, min_blocks=16 // warps_k if row_tiles == 2 else 1
-        )
-        if 60 <= -(-n // shape.rows) * cluster <= 1100 and cluster * warps_k <= k // 128:
+    warps = (4, 6, 8, 12, 16) if default.warps_n == 1 else (1, 2, 3, 4)
+    for warps_k, stages, operands in itertools.product(warps, (1, 2, 3, 4), Operands):
+        shape = replace(default, warps_k=warps_k, stages=stages, operands=operands)
+        if operands is Operands.SCALED and default.warps_n == 1:
+            continue
+        if shape.taken(VARIANT, narrow_gemm.held(m), k) <= narrow_gemm.MOST:
             found.add(shape)
     return sorted(found, key=str)
 
@@ -224,10 +227,11 @@ def sweep(seconds: float, rows: Sequence[int]) -> None:
     jobs: dict[Any, Callable[[], Any]] = {}
     for k, n in SHAPES.values():
         for m in rows:
-            if m <= 16:
+            if m <= NARROW_ROWS:
                 for s in narrow_candidates(m, n, k):
-                    jobs[m, s] = lambda m=m, s=s: narrow_function(m, s)  # type: ignore[misc]
-            if m >= 8:
+                    job = (VARIANT, narrow_gemm.held(m), s, k, device)
+                    jobs[job] = lambda job=job: narrow_gemm.function(*job)  # type: ignore[misc]
+            else:
                 for wide in warpgroup_candidates(m, n, k):
                     jobs[replace(wide, cluster=1)] = lambda s=wide: warpgroup_gemm.function(VARIANT, s, device)  # type: ignore[misc]
     compile_all(list(jobs.values()))
@@ -238,9 +242,9 @@ def sweep(seconds: float, rows: Sequence[int]) -> None:
             x = torch.randn(m, k, device="cuda").bfloat16()
             want = x.double() @ weight.T
             ops: list[tuple[Op, Any]] = []
-            if m <= 16:
+            if m <= NARROW_ROWS:
                 ops += [(narrow_op(w, x, s), s) for s in narrow_candidates(m, n, k)]
-            if m >= 8:
+            else:
                 ops += [(warpgroup_op(w, x, s), s) for s in warpgroup_candidates(m, n, k)]
             found = []
             for op, shape in ops:
