@@ -1,7 +1,7 @@
 // Paged prefill on Hopper: 16-bit pages of dim 64 or 128.
 //
 // A block is one warpgroup that copies, and two that multiply, 64 matrix rows each: the scores of the next tile are under way while
-// the softmax of this one is computed, and products with V take their weights from registers. Blocks stay and walk over their items.
+// the softmax of this one is computed; queries and weights are multiplied from registers. Blocks stay and walk over their items.
 //
 // Compiled for: BF16, KV_BYTES (2), K_DIM, V_DIM, SOFTCAP, GROUP (query heads a KV head), SHARED_BYTES.
 #include "prefill_hopper_copy.cuh"
@@ -10,14 +10,13 @@
 constexpr int K_STEPS = K_DIM / 16;
 constexpr int THREADS = 384;
 
-DEVICE void issue_scores(float (&s)[64], u64 queries, u64 keys) {
+DEVICE void issue_scores(float (&s)[64], u32 (&q)[4 * K_STEPS], u64 keys) {
     pin(s);
+    pin(q);
     products_begin();
 #pragma unroll
-    for (int k = 0; k < K_STEPS; ++k) {
-        u32 at = k / 4 * TILE_PANEL + k % 4 * 32;
-        product_shared<BF16>(s, advance(queries, at), advance(keys, at), k > 0);
-    }
+    for (int k = 0; k < K_STEPS; ++k)
+        product<BF16, false>(s, q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3], advance(keys, k / 4 * TILE_PANEL + k % 4 * 32), k > 0);
     products_commit();
 }
 
@@ -34,7 +33,7 @@ DEVICE void issue_values(float (&acc)[V_DIM / 2], u32 (&p)[32], u64 values, bool
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
         if (k == STEPS - 1 && gives) give_turn(group);
-        product_registers<BF16>(acc, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], advance(values, k * 16 * PANEL), add || k > 0);
+        product<BF16, true>(acc, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], advance(values, k * 16 * PANEL), add || k > 0);
     }
     products_commit();
 }
@@ -100,7 +99,7 @@ DEVICE void begin_item(const Item& item, RowState& row, int first_row) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         row.position[i] = item.tile.position + (first_row + 8 * i) / GROUP;
-        row.base[i] = NEGATIVE_INFINITY, row.sum[i] = 0;
+        row.base[i] = NEGATIVE_INFINITY, row.sum[i] = 0, row.limit[i] = LEAST;
     }
 }
 
@@ -118,21 +117,29 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     u32 base = shared_address(&shared);
     asm volatile("" : "+r"(base));
 #define AT(member) (base + (u32)((const u8*)&shared.member - (const u8*)&shared))
-    u64 queries = matrix_descriptor(AT(q) + group * 64 * PANEL, 1024, 16), keys = matrix_descriptor(AT(k), 1024, 16);
-    u64 values = matrix_descriptor(AT(v), 1024, TILE_PANEL);
+    u64 keys = matrix_descriptor(AT(k), 1024, 16), values = matrix_descriptor(AT(v), 1024, TILE_PANEL);
     Turn query, key, value;
     float acc[V_DIM / 2], s[64];
-    u32 p[32];
+    u32 p[32], q[4 * K_STEPS] = {};
     RowState row;
-    // Scores of the next tile are products with the queries of its item, which is the next one at the end of an item.
+    auto load_queries = [&] {
+        barrier_wait(AT(q_full) + query.place * 8, query.parity);
+        int at = group * 64 + warp * 16 + threadIdx.x % 16, half = threadIdx.x / 16 % 2;
+#pragma unroll
+        for (int k = 0; k < K_STEPS; ++k) {
+            u32 r[4];
+            load_matrices(r, AT(q) + query.place * Q_TILE + tile_at(at, 2 * k + half));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) q[4 * k + i] = r[i];
+        }
+    };
     auto issue_next_scores = [&](bool more) {
         if (more) barrier_wait(AT(k_full) + key.place * 8, key.parity);
-        issue_scores(s, advance(queries, query.place * Q_TILE), advance(keys, key.place * K_TILE));
+        issue_scores(s, q, advance(keys, key.place * K_TILE));
     };
-    auto take_scores = [&](bool last) {
+    auto take_scores = [&] {
         pin(s);
         arrive_once_a_warp(AT(k_empty) + key.place * 8);
-        if (last) arrive_once_a_warp(AT(q_empty) + query.place * 8);
         key.next();
     };
     auto issue_next_values = [&](bool add, bool gives) {
@@ -157,30 +164,31 @@ DEVICE void multiply(const PrefillArgs& a, Shared& shared) {
     };
 
     if (group == 1) give_turn(group);  // warpgroup 0 begins
-    barrier_wait(AT(q_full), query.parity);
+    load_queries();
     issue_next_scores(true);
     while (true) {
         Item item = shared.items[query.place];
+        arrive_once_a_warp(AT(q_empty) + query.place * 8);
+        query.next();
         begin_item(item, row, first_row);
         int j = item.first;
         products_wait<0>();
-        take_scores(j + 1 == item.last);
+        take_scores();
         weigh_scores(item, j, false);
         while (++j < item.last) {
             take_turn(group);
             issue_next_scores(true);
             issue_next_values(j - 1 > item.first, true);
             products_wait<1>();
-            take_scores(j + 1 == item.last);
+            take_scores();
             if (weigh_scores(item, j, true)) rescale(acc, row);
         }
         // The first scores of the next item are under way while this one's rows are written. After the last item they are those of
         // whatever lies there, and nobody's: a branch around products would serialise all of them.
-        query.next();
         bool more = --left > 0;
         take_turn(group);
         issue_next_values(j - 1 > item.first, false);
-        if (more) barrier_wait(AT(q_full) + query.place * 8, query.parity);
+        if (more) load_queries();
         issue_next_scores(more);
         give_turn(group);
         products_wait<1>();

@@ -12,6 +12,7 @@ struct RowState {
     float base[2];   // what exponents are relative to, in powers of two; -infinity while the row has seen nothing
     float sum[2];    // of this lane's columns only
     float keep[2];   // by how much earlier sums shrink when the base moves
+    int limit[2];    // bits of the score that is SLACK ahead of the base; the least int if that is negative
 };
 
 // What scores are multiplied by in the exponent: with a soft-cap they were before the cap.
@@ -44,6 +45,20 @@ DEVICE void cap_and_mask(const PrefillArgs& a, float (&s)[64], const RowState& r
     }
 }
 
+constexpr int LEAST = (int)0x80000000;
+
+// Whether one of this lane's scores in half of a tile's columns may be SLACK ahead of its row's base. Numbers that are not negative are
+// in the order of their bits, and above all others, and of such integers one instruction compares three.
+template <int half> DEVICE bool may_be_ahead(const float (&s)[64], const RowState& row) {
+    int x[2] = {LEAST, LEAST};
+#pragma unroll
+    for (int n = 8 * half; n < 8 * half + 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            x[i] = __vimax3_s32(x[i], __float_as_int(s[4 * n + 2 * i]), __float_as_int(s[4 * n + 2 * i + 1]));
+    return x[0] >= row.limit[0] || x[1] >= row.limit[1];
+}
+
 // The largest of this lane's scores in half of a tile's columns, by row.
 template <int half> DEVICE void find_tops(const PrefillArgs& a, float (&top)[2], const float (&s)[64]) {
     float x[4];
@@ -59,9 +74,12 @@ template <int half> DEVICE void find_tops(const PrefillArgs& a, float (&top)[2],
 
 // The base follows the largest score only when that has come SLACK ahead of it, which is rare after an item's first tile; until then
 // lanes need not compare. Returns whether it moved in a row of this warp; sums before shrink by `keep`.
-DEVICE bool move_base(RowState& row, const float (&top)[2], float (&keep)[2]) {
-    bool moved = __any_sync(~0u, top[0] > row.base[0] + SLACK || top[1] > row.base[1] + SLACK);
+template <int half> DEVICE bool move_base(const PrefillArgs& a, const float (&s)[64], RowState& row, bool may, float (&keep)[2]) {
     keep[0] = keep[1] = 1;
+    if (!__any_sync(~0u, may)) return false;
+    float top[2];
+    find_tops<half>(a, top, s);
+    bool moved = __any_sync(~0u, top[0] > row.base[0] + SLACK || top[1] > row.base[1] + SLACK);
     if (moved)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -70,6 +88,7 @@ DEVICE bool move_base(RowState& row, const float (&top)[2], float (&keep)[2]) {
             base = fmaxf(base, __shfl_xor_sync(~0u, base, 2));
             keep[i] = base == NEGATIVE_INFINITY ? 1.0f : exp2_fast(row.base[i] - base);
             row.base[i] = base;
+            row.limit[i] = base + SLACK >= 0 ? __float_as_int((base + SLACK) / exponent_scale(a)) : LEAST;
             row.sum[i] *= keep[i];
         }
     return moved;
@@ -102,14 +121,12 @@ template <int half> DEVICE void pack_half(u32 (&p)[32], const float (&s)[64]) {
 // them behind the wait in `between`, which they are there to hide.
 template <typename Between>
 DEVICE bool weigh(const PrefillArgs& a, float (&s)[64], u32 (&p)[32], RowState& row, u32 unread, const Between& between) {
-    float top[2], later_top[2], keep[2], later_keep[2];
-    find_tops<0>(a, top, s);
-    bool moved = move_base(row, top, keep);
-    find_tops<1>(a, later_top, s);
+    float keep[2], later_keep[2];
+    bool moved = move_base<0>(a, s, row, may_be_ahead<0>(s, row), keep), may_move = may_be_ahead<1>(s, row);
     weigh_half<0>(a, s, row);
     store_4_bytes(unread, __float_as_uint(row.sum[0] + row.sum[1]));
     between();
-    if (move_base(row, later_top, later_keep)) {
+    if (move_base<1>(a, s, row, may_move, later_keep)) {
         moved = true;
 #pragma unroll
         for (int n = 0; n < 32; ++n) s[n] *= later_keep[n / 2 % 2];

@@ -1,5 +1,5 @@
-// Hopper's asynchronous matrix products of a warpgroup: operands in shared memory as the 128-byte swizzle has them, or the first in
-// registers; sums in registers. Needs sm_90a.
+// Hopper's asynchronous matrix products of a warpgroup: the first operand and sums in registers, the second in shared memory as the
+// 128-byte swizzle has it. Needs sm_90a.
 #pragma once
 #include "ptx.cuh"
 
@@ -33,40 +33,29 @@ template <int count> DEVICE void pin(u32 (&x)[count]) {
 #define R64 \
     R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
-// d[64 x 128] (+)= a b^T: both operands in shared memory with the summed axis along rows.
-template <bool bf16> DEVICE void product_shared(float (&d)[64], u64 a, u64 b, bool add) {
-    if (bf16)
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R64 "}, %64, %65, p, 1, 1, 0, 0;\n}"
-                     : F32(d, 0), F32(d, 32) : "l"(a), "l"(b), "r"((int)add));
-    else
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" R64 "}, %64, %65, p, 1, 1, 0, 0;\n}"
-                     : F32(d, 0), F32(d, 32) : "l"(a), "l"(b), "r"((int)add));
-}
-
-// d[64 x 128] (+)= a b: a in registers, rows of b are the summed axis.
-template <bool bf16> DEVICE void product_registers(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
+// d[64 x 128] (+)= a b: a in registers, b in shared memory. The summed axis runs along b's rows of 128 bytes, or, `across`, b has a row for
+// each of its values.
+template <bool bf16, bool across> DEVICE void product(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
     if (bf16)
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R64 "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}"
-                     : F32(d, 0), F32(d, 32) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add));
+                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R64 "}, {%64,%65,%66,%67}, %68, p, 1, 1, %70;\n}"
+                     : F32(d, 0), F32(d, 32) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add), "n"((int)across));
     else
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" R64 "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}"
-                     : F32(d, 0), F32(d, 32) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add));
+                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" R64 "}, {%64,%65,%66,%67}, %68, p, 1, 1, %70;\n}"
+                     : F32(d, 0), F32(d, 32) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add), "n"((int)across));
 }
 
 // The same for 64 columns.
-template <bool bf16> DEVICE void product_registers(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
+template <bool bf16, bool across> DEVICE void product(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool add) {
     if (bf16)
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;\n}"
-                     : F32(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add));
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;\n}"
+                     : F32(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add), "n"((int)across));
     else
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" R32 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;\n}"
-                     : F32(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add));
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" R32 "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;\n}"
+                     : F32(d, 0) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)add), "n"((int)across));
 }
 
 template <int registers> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers)); }
