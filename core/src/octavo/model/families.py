@@ -14,7 +14,7 @@ from typing import Any
 from octavo.errors import LoadError
 from octavo.interfaces import ExpertsSpec, Gate, Routing
 from octavo.model.decoder_config import DecoderConfig, LayerConfig, MixtureConfig
-from octavo.model.fields import choice, count, flag, layer_types, need, number, whole_list
+from octavo.model.fields import choice, count, flag, layer_types, mapping, need, number, whole_list
 from octavo.model.rope import RopeConfig, longest_context, read_rope, rope_parameters
 
 Config = Mapping[str, Any]
@@ -81,10 +81,10 @@ def _one_rope(config: Config, family: Family, head_dim: int, layers: int) -> tup
 
 def _gemma3_ropes(config: Config, family: Family, head_dim: int, layers: int) -> tuple[RopeConfig, ...]:
     """Full layers have rope_theta (1e6) and the scaling, sliding layers rope_local_base_freq (1e4) and none."""
-    types, nested = _alternating(config, layers, 6), config.get("rope_parameters") or {}
-    full = {**(nested.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+    types, nested = _alternating(config, layers, 6), mapping(config, "rope_parameters")
+    full = {**mapping(nested, "full_attention"), **mapping(config, "rope_scaling")}
     full.setdefault("rope_theta", config.get("rope_theta") or 1e6)
-    sliding = dict(nested.get("sliding_attention") or {})
+    sliding = dict(mapping(nested, "sliding_attention"))
     sliding.setdefault("rope_theta", config.get("rope_local_base_freq") or 1e4)
     whole = {key: config[key] for key in ("max_position_embeddings",) if key in config}
     read = {

@@ -61,9 +61,19 @@ def choice(config: Mapping[str, Any], key: str, names: Mapping[str, str], defaul
     value = config.get(key)
     if value is None:
         value = default
-    if value not in names:
+    if not isinstance(value, str) or value not in names:
         raise LoadError(f"{key} {value!r} is not supported here; there are {', '.join(names)}")
     return names[value]
+
+
+def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object; null and absent give an empty one."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise LoadError(f"{key} must be an object, got {value!r}")
+    return value
 
 
 def whole_list(config: Mapping[str, Any], key: str) -> tuple[int, ...]:

@@ -301,7 +301,8 @@ def _length(found: Mapping[str, Any], key: str, default: int | None) -> int | No
     value = found.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 1:
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not fine or value != int(value) or value < 1:
         raise LoadError(f"{key} must be a whole number of at least 1, got {value!r}")
     return int(value)
 

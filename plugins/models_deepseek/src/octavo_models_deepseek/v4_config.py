@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from octavo.errors import LoadError
 from octavo.interfaces import AttentionLayer, ExpertsSpec, Gate, KVSpec, Routing
+from octavo.model.fields import mapping
 from octavo.model.rope import RopeConfig, read_rope
 
 from octavo_models_deepseek.config import IndexConfig, Reader
@@ -27,7 +28,7 @@ _KINDS: dict[Any, Kind] = {
 _DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
     "q_lora_rank": 1024, "num_experts_per_tok": 6, "n_routed_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
-    "max_position_embeddings": 1048576, "hc_mult": 4, "hc_sinkhorn_iters": 20, "sliding_window": 128, "o_groups": 8,
+    "max_position_embeddings": 1048576, "num_hash_layers": 3, "hc_mult": 4, "hc_sinkhorn_iters": 20, "sliding_window": 128, "o_groups": 8,
     "o_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "vocab_size": 129280,
 }  # fmt: skip
 
@@ -145,7 +146,7 @@ def read_v4(config: Mapping[str, Any]) -> V4Config:
     heads, dim, groups = read.count("num_attention_heads"), read.count("head_dim"), read.count("o_groups")
     if heads % groups:
         raise LoadError(f"num_attention_heads {heads} is not a multiple of o_groups {groups}")
-    rotated = _rotated(config, dim)
+    rotated = _rotated(read, dim)
     index = IndexConfig(read.count("index_n_heads"), read.count("index_head_dim"), read.count("index_topk"))
     if index.dim < rotated:
         raise LoadError(f"index_head_dim {index.dim} is less than the {rotated} dims that RoPE turns")
@@ -180,7 +181,7 @@ def read_v4(config: Mapping[str, Any]) -> V4Config:
 
 def _packed(config: Mapping[str, Any]) -> bool:
     """Whether the routed experts are FP4: DeepSeek's config.json says so, or its quantization_config."""
-    named = config.get("expert_dtype") or (config.get("quantization_config") or {}).get("expert_dtype")
+    named = config.get("expert_dtype") or mapping(config, "quantization_config").get("expert_dtype")
     if named not in (None, "fp4", "fp8"):
         raise LoadError(f"expert_dtype {named!r} is not supported by {ARCHITECTURE}; there are fp4 and fp8")
     return bool(named == "fp4")
@@ -191,31 +192,35 @@ def _layers(config: Mapping[str, Any], read: Reader) -> tuple[V4Layer, ...]:
     named = config.get("layer_types") or config.get("compress_ratios")
     if named is None:
         named = [128] * min(count, 2) + [4 if i % 2 else 128 for i in range(max(count - 2, 0))]
-    if len(named) < count or any(kind not in _KINDS for kind in named[:count]):
+    if not isinstance(named, list) or len(named) < count or any(_kind(kind) is None for kind in named[:count]):
         raise LoadError(
             f"layer_types or compress_ratios must name {count} layers of {', '.join(map(str, _KINDS))}, got {named!r}"
         )
-    rates = dict(config.get("compress_rates") or {})
-    sparse = config.get("compress_rate_csa") or rates.get("compressed_sparse_attention", 4)
-    heavy = config.get("compress_rate_hca") or rates.get("heavily_compressed_attention", 128)
-    rate: dict[Kind, int] = {"window": 1, "sparse": int(sparse), "heavy": int(heavy)}
+    rates = mapping(config, "compress_rates")
+    csa = config.get("compress_rate_csa") or rates.get("compressed_sparse_attention", 4)
+    hca = config.get("compress_rate_hca") or rates.get("heavily_compressed_attention", 128)
+    rated = Reader({"compress_rate_csa": csa, "compress_rate_hca": hca}, {})
+    rate: dict[Kind, int] = {"window": 1, "sparse": rated.count("compress_rate_csa"), "heavy": rated.count("compress_rate_hca")}
     hashed = config.get("mlp_layer_types")
     if hashed is None:
-        hashed = ["hash_moe"] * int(config.get("num_hash_layers", 3)) + ["moe"] * count
-    if len(hashed) < count or any(kind not in ("hash_moe", "moe") for kind in hashed[:count]):
+        hashed = ["hash_moe"] * read.count("num_hash_layers", low=0) + ["moe"] * count
+    if not isinstance(hashed, list) or len(hashed) < count or any(kind not in ("hash_moe", "moe") for kind in hashed[:count]):
         raise LoadError(f"mlp_layer_types must name {count} layers hash_moe or moe, got {hashed!r}")
-    kinds = [_KINDS[kind] for kind in named[:count]]
+    kinds = [kind for kind in map(_kind, named[:count]) if kind is not None]
     return tuple(V4Layer(kind, rate[kind], use == "hash_moe") for kind, use in zip(kinds, hashed, strict=False))
 
 
-def _rotated(config: Mapping[str, Any], head_dim: int) -> int:
+def _kind(named: Any) -> Kind | None:
+    return _KINDS.get(named) if isinstance(named, (str, int)) and not isinstance(named, bool) else None
+
+
+def _rotated(read: Reader, head_dim: int) -> int:
     """Dims of a head that RoPE turns."""
-    if config.get("qk_rope_head_dim") is not None:
-        dim = config["qk_rope_head_dim"]
+    if not read.absent("qk_rope_head_dim"):
+        dim = read.count("qk_rope_head_dim")
     else:
-        partial = config.get("partial_rotary_factor")
-        dim = int(head_dim * (64 / 512 if partial is None else partial))
-    if not isinstance(dim, int) or dim % 2 or not 2 <= dim <= head_dim:
+        dim = int(head_dim * (64 / 512 if read.absent("partial_rotary_factor") else read.number("partial_rotary_factor")))
+    if dim % 2 or not 2 <= dim <= head_dim:
         raise LoadError(
             f"qk_rope_head_dim (or head_dim times partial_rotary_factor) must be even and in [2, {head_dim}], got {dim!r}"
         )
@@ -224,7 +229,7 @@ def _rotated(config: Mapping[str, Any], head_dim: int) -> int:
 
 def _ropes(config: Mapping[str, Any], rotated: int, theta: float, compressed_theta: float) -> tuple[RopeConfig, RopeConfig]:
     """The RoPE of layers with a window alone, and that of all others: stretched, its cosines and sines never scaled."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
     if isinstance(found.get("main"), Mapping) and isinstance(found.get("compress"), Mapping):
         main, other = dict(found["main"]), dict(found["compress"])
     else:
