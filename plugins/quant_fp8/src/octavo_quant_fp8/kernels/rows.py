@@ -78,15 +78,15 @@ def macros(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, int]:
 
 
 def choose_shape(m: int, n: int, k: int) -> Shape | None:
-    """The block for m rows times weights [n, k]; None where another kernel is faster. From sweeps of a whole layer on an H200: up to 32 rows
-    the fastest are those that leave room beside them for the blocks of the next product, whose weights are then in flight before it begins;
-    at 64, x itself needs the room."""
+    """The block for m rows times weights [n, k]; None where another kernel is faster. From sweeps of a whole layer on an H200: for few rows
+    the fastest leave room beside them for a block of the next product, whose weights are then in flight before it begins; for more, x itself
+    needs the room."""
     tokens = next((t for t in TOKENS if t >= m), 0)
     wide, narrow, long = n >= 16384, n <= 4096, k >= 8192
     if not 1 < m <= TOKENS[-1] or k < 1024:
         return None
-    if tokens == 256:  # enough tiles for the library, but where K is long
-        return Shape(tokens, 1, 1, 8, 4, 2) if long and not wide else None
+    if tokens == 256:  # enough tiles for the library, but where K is long or outputs are few
+        return Shape(tokens, 1, 1, 8, 4, 2) if not wide and (long or (narrow and k >= 4096)) else None
     if tokens == 128:
         if wide:
             return None
@@ -102,10 +102,10 @@ def choose_shape(m: int, n: int, k: int) -> Shape | None:
 
 
 _FEW = {
-    8: (Shape(8, 2, 1, 6, 4), Shape(8, 1, 2, 4, 3, 4), Shape(8, 1, 1, 8, 4, 4), Shape(8, 1, 2, 6, 3, 2)),
-    16: (Shape(16, 2, 1, 6, 4), Shape(16, 1, 2, 3, 3, 4), Shape(16, 1, 2, 3, 3, 4), Shape(16, 2, 1, 6, 4, 4)),
-    32: (Shape(32, 4, 1, 5, 4), Shape(32, 1, 2, 7, 3, 2), Shape(32, 1, 1, 6, 4, 4), Shape(32, 1, 2, 5, 3, 2)),
-    64: (Shape(64, 2, 1, 5, 4), Shape(64, 1, 2, 5, 6, 2), Shape(64, 1, 2, 5, 6, 2), Shape(64, 1, 2, 6, 6)),
+    8: (Shape(8, 2, 1, 6, 4), Shape(8, 1, 2, 4, 3, 4), Shape(8, 1, 2, 4, 3, 4), Shape(8, 1, 2, 5, 3, 2)),
+    16: (Shape(16, 2, 1, 5, 4), Shape(16, 1, 2, 7, 3, 2), Shape(16, 1, 2, 4, 3, 2), Shape(16, 1, 2, 4, 3, 2)),
+    32: (Shape(32, 2, 1, 6, 4), Shape(32, 1, 1, 16, 6, 2), Shape(32, 1, 1, 5, 6, 4), Shape(32, 1, 2, 5, 3, 2)),
+    64: (Shape(64, 2, 1, 5, 4), Shape(64, 1, 2, 6, 6, 2), Shape(64, 1, 2, 5, 4, 2), Shape(64, 1, 2, 6, 6)),
 }
 """By rows of x: for weights with many outputs, for long ones, for others with few outputs, and between."""
 
