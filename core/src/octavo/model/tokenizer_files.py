@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,7 @@ def _from_folder(folder: Path) -> TokenizerFiles:
     config = read_json(settings) if settings.exists() else {}
 
     texts = {name: _token_text(config, name, settings) for name in ("bos_token", "eos_token", "pad_token")}
-    for entry in (config.get("added_tokens_decoder") or {}).values():  # transformers 4 lists them here as well
+    for entry in _added(config, settings):
         if isinstance(entry, dict) and isinstance(entry.get("content"), str) and tokenizer.token_to_id(entry["content"]) is None:
             tokenizer.add_tokens([AddedToken(entry["content"], special=bool(entry.get("special")), normalized=False)])
     ids = {name: tokenizer.token_to_id(text) if text else None for name, text in texts.items()}
@@ -157,6 +158,14 @@ def _from_folder(folder: Path) -> TokenizerFiles:
         special_ids=frozenset(special),
         chat_templates=_templates(folder, config, settings),
     )
+
+
+def _added(config: dict[str, Any], path: Path) -> Iterable[Any]:
+    """Added tokens that transformers 4 lists in tokenizer_config.json as well."""
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise LoadError(f"{path}: added_tokens_decoder is a {type(listed).__name__}; an object of ids is expected")
+    return listed.values()
 
 
 def _token_text(config: dict[str, Any], name: str, path: Path) -> str:
@@ -207,8 +216,12 @@ def tokenizer_eos_ids(path: Path) -> tuple[int, ...]:
     if not text:
         return ()
     data = read_json(words)
-    for entry in data.get("added_tokens") or ():
+    added = data.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise LoadError(f"{words}: added_tokens is a {type(added).__name__}; a list is expected")
+    for entry in added:
         if isinstance(entry, dict) and entry.get("content") == text:
             return token_ids(entry.get("id"), words, "added_tokens.id")
-    vocab = (data.get("model") or {}).get("vocab")
+    model = data.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
     return token_ids(vocab.get(text), words, "model.vocab") if isinstance(vocab, dict) else ()
