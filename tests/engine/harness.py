@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from octavo.config import EngineConfig
 from octavo.engine.build import build_engine
 from octavo.engine.engine import Engine
+from octavo.engine.inputs import StateTable
 from octavo.plugins import discover
-from octavo.request import Event, Request, SamplingParams, check_request
+from octavo.request import Batch, Event, Request, SamplingParams, check_request
 
 
 def make_engine(path: Path, *, late: int | dict[str, Any] | None = None, **options: Any) -> Engine:
@@ -32,6 +35,22 @@ def request(engine: Engine, id: str, prompt: Iterable[int], eos: tuple[int, ...]
     ids = list(prompt)
     params = check_request(ids, SamplingParams(**{"temperature": 0.0, **fields}), engine.info)
     return Request(id=id, prompt=ids, params=params, eos_token_ids=engine.info.eos_token_ids if eos is None else eos, **own)
+
+
+@contextlib.contextmanager
+def unread_tokens_poisoned() -> Iterator[None]:
+    """While this lasts, no step and no draw may read a token of the state table that the runner did not have to be told: each is an id
+    outside every vocabulary."""
+    apply = StateTable.apply
+
+    def poisoned(self: StateTable, batch: Batch) -> None:
+        for admission in batch.admissions:
+            self.tokens[admission.slot] = 2**31 - 1
+        apply(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateTable, "apply", poisoned)
+        yield
 
 
 @dataclasses.dataclass

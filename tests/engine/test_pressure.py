@@ -8,6 +8,7 @@ request at a time. Results come 0, 1 and 3 steps late, as from an asynchronous d
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,17 @@ from hypothesis import strategies as st
 from octavo.engine.engine import Engine
 from octavo.request import Request
 
-from tests.engine.harness import Outcomes, alone, make_engine, request, run
+from tests.engine.harness import Outcomes, alone, make_engine, request, run, unread_tokens_poisoned
 
 LATE = (0, 1, 3)
 PADDED = {"depth": 1, "padded": True}  # decode steps in the padded buffers of captured graphs
 PREFIXES = [list(range(40, 40 + 37)), [7] * 24 + list(range(100, 120)), list(range(300, 330))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def poisoned() -> Iterator[None]:
+    with unread_tokens_poisoned():
+        yield
 
 
 @lru_cache(maxsize=1)

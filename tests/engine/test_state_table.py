@@ -41,8 +41,8 @@ def agree(state: StateTable) -> bool:
     return bool(((host == device) | ((host == -1) & (device == 0))).all())
 
 
-def admission(slot: int, tokens: list[int], bound: int) -> Admission:
-    return Admission(slot, np.array(tokens, np.int32), len(tokens), SamplingParams(), 0, (), bound)
+def admission(slot: int, tokens: list[int], bound: int, computed: int = 0, **params: float) -> Admission:
+    return Admission(slot, np.array(tokens, np.int32), len(tokens), SamplingParams(**params), 0, (), bound, computed)  # type: ignore[arg-type]
 
 
 def batch(admissions: list[Admission], tables: list[TableUpdate]) -> Batch:
@@ -53,14 +53,12 @@ def batch(admissions: list[Admission], tables: list[TableUpdate]) -> Batch:
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[list[Admission], list[TableUpdate]]:
     slots = draw(st.lists(st.integers(0, ROWS - 1), unique=True, max_size=ROWS))
-    admissions = [
-        admission(
-            slot,
-            draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=LENGTH)),
-            draw(st.sampled_from([1, 17, 2**31 - 1, 2**40 + 3])),
-        )
-        for slot in slots
-    ]
+    admissions = []
+    for slot in slots:
+        tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=LENGTH))
+        bound = draw(st.sampled_from([1, 17, 2**31 - 1, 2**40 + 3]))
+        params = draw(st.sampled_from([{}, {"presence_penalty": 0.5}, {"frequency_penalty": -1.0}, {"repetition_penalty": 1.1}]))
+        admissions.append(admission(slot, tokens, bound, draw(st.integers(0, len(tokens))), **params))
     updates = []
     for group, size in enumerate(SIZES):
         places = st.tuples(st.integers(0, ROWS - 1), st.integers(0, -(-LENGTH // size) - 1))
@@ -87,7 +85,8 @@ def test_the_table_holds_what_it_was_told_last_and_nothing_else_changes(steps: l
         else:
             state.apply(batch(admissions, updates))
         for one in admissions:
-            tokens[one.slot, : len(one.tokens)] = one.tokens
+            read = 0 if one.params.counts_tokens else one.computed
+            tokens[one.slot, read : len(one.tokens)] = one.tokens[read:]
             bound[one.slot] = one.rope_tokens
         for update in updates:
             blocks[update.group][update.rows, update.cols] = update.blocks

@@ -6,6 +6,7 @@ tests/gpu/test_swap.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,17 @@ import pytest
 from octavo.engine.engine import Engine
 from octavo.request import FROM_HOST, TO_HOST
 
-from tests.engine.harness import make_engine, request, run
+from tests.engine.harness import make_engine, request, run, unread_tokens_poisoned
 from tests.engine.test_pressure import LATE, build, expected, host_memory
 
 OUTPUT = 24
 SMALL = {"block_size": 4, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def poisoned() -> Iterator[None]:
+    with unread_tokens_poisoned():
+        yield
 
 
 def swapping(path: Path, slots: int, *, late: Any = 0, **options: Any) -> Engine:

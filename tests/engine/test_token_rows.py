@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,17 @@ from octavo.engine.runner import ModelRunner
 from octavo.interfaces import KVGroup, KVSpec
 from octavo.request import Batch
 
-from tests.engine.harness import alone, make_engine, request, run
+from tests.engine.harness import alone, make_engine, request, run, unread_tokens_poisoned
 from tests.tiny import tiny_llama
 
 PADDED = {"depth": 1, "padded": True}
 PREFIX = [*range(30, 30 + 96)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def poisoned() -> Iterator[None]:
+    with unread_tokens_poisoned():
+        yield
 
 
 def batch(*rows: tuple[int, int, int, bool], source: list[int] | None = None) -> Batch:

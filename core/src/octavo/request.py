@@ -108,6 +108,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a draw depends on the tokens that came before: some penalty is not neutral."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -327,7 +332,8 @@ class Events(msgspec.Struct, array_like=True):
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A sequence that enters (or re-enters) the state table: everything the runner keeps for its
-    slot. `tokens` are all tokens known to the host, prompt first. `seed` is the sample's own."""
+    slot. `tokens` are all tokens known to the host, prompt first; of the first `computed` the K and V are
+    there already, so that no step computes them again. `seed` is the sample's own."""
 
     slot: int
     tokens: np.ndarray  # int32 [known]
@@ -336,6 +342,7 @@ class Admission:
     seed: int
     eos_token_ids: tuple[int, ...]
     rope_tokens: int  # upper bound of the sequence's length: prompt + max_tokens (dynamic RoPE picks its variant by it)
+    computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ class StateTable:
     `scratch_row`: it belongs to no sequence, and its tables name only the pool's scratch page. fused: the
     operator "decode_inputs", where somebody offers it.
 
+    Of the tokens of an admission only those are taken that somebody reads: steps read what is not computed, penalties
+    read all of a sequence. What lies before them in a row is anybody's.
+
     All of them are views of one piece of memory, so that whatever a step changes in them, however many sequences it
     admits, goes to the device as one list of (place, value): a copy and a scatter."""
 
@@ -66,16 +69,19 @@ class StateTable:
 
     def _change(self, admissions: Sequence[Admission], tables: Sequence[TableUpdate]) -> None:
         self.sharing.update(tables)
-        count = sum(len(a.tokens) + 2 for a in admissions) + sum(len(u.rows) for u in tables)
+        firsts = [0 if a.params.counts_tokens else a.computed for a in admissions]
+        count = sum(len(a.tokens) - first + 2 for a, first in zip(admissions, firsts, strict=True)) + sum(
+            len(u.rows) for u in tables
+        )
         if not count:
             return
         tensor, packed = staged(3 * count, np.int32, self._device)
         places, values = packed[: 2 * count].view(np.int64), packed[2 * count :]
         end = 0
-        for admission in admissions:
-            at, end = end, end + len(admission.tokens)
-            np.add(self._count[: end - at], admission.slot * self._widths[0], out=places[at:end])
-            values[at:end] = admission.tokens
+        for admission, first in zip(admissions, firsts, strict=True):
+            at, end = end, end + len(admission.tokens) - first
+            np.add(self._count[first : first + end - at], admission.slot * self._widths[0], out=places[at:end])
+            values[at:end] = admission.tokens[first:]
             at, end = end, end + 2
             places[at:end] = self._starts[1] + 2 * admission.slot + self._count[:2]
             values[at:end] = np.array([admission.rope_tokens]).view(np.int32)

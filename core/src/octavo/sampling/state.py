@@ -49,7 +49,7 @@ class SamplerState:
         self.truncated[slot] = self.top_k[slot] > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.repetition[slot] = params.repetition_penalty
         self.presence[slot], self.frequency[slot] = params.presence_penalty, params.frequency_penalty
-        self.penalised[slot] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        self.penalised[slot] = params.counts_tokens
         self.seed[slot] = np.uint64(seed % (1 << 64))
         self.num_prompt[slot] = num_prompt
         # best_of ranks samples by their mean logprob, so those rows compute it even if nobody sees it.

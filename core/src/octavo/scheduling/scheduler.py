@@ -209,6 +209,7 @@ class ContinuousScheduler:
         self._order.shares.charge(self._running.tenant[slots], count)
         for sequence, one in zip(sequences, sample, strict=True):
             sequence.in_flight += one
+        before = dict(zip(slots.tolist(), start, strict=True))
         tables, copies = self._allocator.drain()
         # Published only now: a prompt admitted in this very step must not read what it has yet to write.
         self._allocator.commit(slots, first + count)
@@ -221,7 +222,7 @@ class ContinuousScheduler:
             num_new=count.astype(np.int32),
             sample=sampled,
             source=np.array(source, np.int32),
-            admissions=tuple(s.admission() for s in draft.admitted.values()),
+            admissions=tuple(s.admission(before[slot]) for slot, s in draft.admitted.items()),
             tables=tables,
             copies=copies,
         )

@@ -109,8 +109,8 @@ class Sequence:
                 event.prompt_logprobs = [None]  # nothing comes before the only token
         return event
 
-    def admission(self) -> Admission:
-        """What the runner has to know of it."""
+    def admission(self, computed: int) -> Admission:
+        """What the runner has to know of it. computed: tokens whose K and V are there before the step that admits it."""
         return Admission(
             slot=self.slot,
             tokens=self.tokens,
@@ -119,4 +119,5 @@ class Sequence:
             seed=self.seed,
             eos_token_ids=self.request.eos_token_ids,
             rope_tokens=self.limit,
+            computed=computed,
         )
