@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "attention_triton
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "ops_triton" / "src"))
 
 from octavo.bench.kernel import cuda_device
-from octavo.testing.attention import AttentionSuite, AttentionTarget
+from octavo.testing.attention import AttentionSuite, AttentionTarget, check
 from octavo.testing.paged import Scene, Shape
 from octavo_attention_triton.provider import TritonOptions, provider
+from octavo_attention_triton.tuning import PACKED
 
 from tests.gpu.backends import LENGTHS, check_a_captured_graph, check_a_step_of_all_kinds, check_it_repeats
 
@@ -53,6 +54,24 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_either_merge_and_either_prefill_gives_what_float64_says(shape: Shape, options: dict[str, str]) -> None:
     check_a_step_of_all_kinds(target(**options).scene(shape, LENGTHS))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape((16, 8), 128, block_size=64, dtype=BF16),
+        Shape((8, 8), 128, block_size=16, dtype=FP16, window=50, sinks=True, softcap=20.0),
+        Shape((16, 8), 128, block_size=64, dtype=BF16, kv_dtype=E4M3, k_scale=0.3, v_scale=0.7),
+    ],
+    ids=str,
+)
+def test_rows_that_fill_the_device_many_times_over(shape: Shape) -> None:
+    lengths = [1 + 37 * i % 211 for i in range(200)]
+    scene = target().scene(shape, lengths)
+    work = [(i, n - 1, 1) for i, n in enumerate(lengths)]
+    assert len(work) * shape.heads[1] >= PACKED * torch.cuda.get_device_properties(0).multi_processor_count
+    scene.fill([start for _, start, _ in work])
+    check(scene, work, lse=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: arithmetic, masks and addresses under Triton's interpreter (S10, S21 of the bug families).
+"""The Triton kernels without a GPU: arithmetic, masks and addresses under Triton's interpreter.
 
 Small shapes only: the interpreter runs every program in numpy. It multiplies no bfloat16 and rounds some FP8 casts
 wrongly, so queries are float32 or float16 here and FP8 values are drawn so that they need no rounding.
@@ -47,6 +47,17 @@ CASES: list[tuple[dict[str, Any], list[int], list[list[int]]]] = [
         [150, 40, 9],
         [[0, 20, 130], [1, 37, 3], [2, 8, 1]],
     ),
+    # so many rows for the device that begin and end of programs count: smaller tiles, all of them masked
+    (
+        {"dtype": "float16", "k_dim": 96, "block_size": 64, "sms": 1},
+        [70, 1, 33, 64, 130],
+        [[i, n - 1, 1] for i, n in enumerate([70, 1, 33, 64, 130])],
+    ),
+    (
+        {"dtype": "float16", "k_dim": 96, "block_size": 16, "window": 50, "sms": 1},
+        [170, 31, 90, 64],
+        [[i, n - 1, 1] for i, n in enumerate([170, 31, 90, 64])],
+    ),
     # tokens of one sequence as rows of their own: the end of a prompt in a captured step
     ({"k_dim": 32}, [37, 20, 9], [[0, 36, 1], [1, 19, 1], [0, 31, 1], [0, 33, 1], [0, 32, 1], [0, 35, 1], [0, 34, 1]]),
 ]
@@ -63,6 +74,7 @@ SCRIPT = (
     PRELUDE
     + """
 import json, sys
+from dataclasses import replace
 import numpy as np
 import torch
 from octavo.catalog import Device
@@ -72,10 +84,19 @@ from octavo.testing.paged import Scene, Shape, stored
 from octavo_attention_triton.backend import TritonAttention
 from octavo_attention_triton.provider import TritonOptions
 
-def run(facts, lengths, work, merge):
+class Masking(TritonAttention):
+    mask_all = False
+
+    def _choice(self, choice):
+        return replace(super()._choice(choice), mask_all=self.mask_all or choice.mask_all)
+
+def run(facts, lengths, work, merge, mask_all):
+    sms = facts.get("sms", 5)
+    facts = {k: v for k, v in facts.items() if k != "sms"}
     shape = Shape(**{k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()})
-    backend = TritonAttention(TritonOptions(merge=merge), AttentionParts(Device("cpu"), shape.dtype))
-    backend.sms = 5  # as if the CPU had five multiprocessors: rows are split
+    Masking.mask_all = mask_all
+    backend = Masking(TritonOptions(merge=merge), AttentionParts(Device("cpu"), shape.dtype))
+    backend.sms = sms  # as if the CPU had five multiprocessors: rows are split
     scene = Scene(backend, shape, Device("cpu"), lengths)
     if shape.kv_dtype:
         for row in scene.rows:  # values that need no rounding
@@ -113,9 +134,9 @@ for case in json.loads(sys.argv[2]):
         complaints[-1] = f"{type(error).__name__}: {error}"
 for case in json.loads(sys.argv[1]):
     complaints.append("")
-    for merge in ("fused", "kernel"):
+    for merge, mask_all in (("fused", True), ("kernel", False)):
         try:
-            run(*case, merge)
+            run(*case, merge, mask_all)
         except Exception as error:
             complaints[-1] += f"{merge}: {type(error).__name__}: {error}; "
 print(json.dumps(complaints))

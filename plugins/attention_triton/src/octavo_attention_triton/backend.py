@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -27,7 +27,7 @@ from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N
 from octavo_attention_triton.prefilling import Prefill
 from octavo_attention_triton.provider import FP8, TritonOptions
-from octavo_attention_triton.tuning import DecodeChoice, decode_block_n, decode_choice
+from octavo_attention_triton.tuning import PACKED, Crowd, DecodeChoice, decode_block_n, decode_choice
 
 MAX_SPLITS = 512
 VALUES_APART = 128
@@ -148,13 +148,13 @@ class TritonAttention:
             "roomy": self.roomy,
         }
         group = layer.num_heads // layer.num_kv_heads
-        alone, crowded = (self._choice(decode_choice(group=group, crowded=c, **facts)) for c in (False, True))
-        key = (bound.group.index, layer.window, layer.num_kv_heads, alone, crowded)
+        choices = {crowd: self._choice(decode_choice(group=group, crowd=crowd, **facts)) for crowd in get_args(Crowd)}
+        key = (bound.group.index, layer.window, layer.num_kv_heads, *choices.values())
         if key not in self._works:
-            most = max(self._budget(choice, layer.num_kv_heads) for choice in (alone, crowded))
+            most = max(self._budget(choice, layer.num_kv_heads) for choice in choices.values())
             items = torch.full((most + rows, ITEM), -1, dtype=torch.int32, device=self.device)
             cuts = torch.full((rows, INFO), -1, dtype=torch.int32, device=self.device)
-            self._works[key] = WorkMap(layer.window, decode_block_n(**facts), layer.num_kv_heads, alone, crowded, items, cuts)
+            self._works[key] = WorkMap(layer.window, decode_block_n(**facts), layer.num_kv_heads, choices, items, cuts)
         return self._works[key]
 
     def _choice(self, choice: DecodeChoice) -> DecodeChoice:
@@ -164,11 +164,17 @@ class TritonAttention:
         return replace(choice, fused=fused, ctas_per_sm=ctas or choice.ctas_per_sm)
 
     def _budget(self, choice: DecodeChoice, kv_heads: int) -> int:
-        """Items that fill the device once, each run by one program a KV head."""
-        return max(1, self.sms * choice.ctas_per_sm // kv_heads)
+        """Items that fill the device once, each run by one program a KV head; so many that the second kernel, where there is one,
+        adds up whole chunks."""
+        items = max(1, self.sms * choice.ctas_per_sm // kv_heads)
+        return items if choice.fused or items < 16 else items // 16 * 16
 
     def _pick(self, work: WorkMap, rows: int) -> DecodeChoice:
-        return work.crowded if rows * work.kv_heads >= self.sms else work.alone
+        pairs = rows * work.kv_heads
+        crowd: Crowd = (
+            "packed" if pairs >= PACKED * self.sms else "crowded" if pairs >= self.sms else "few" if rows > 1 else "one"
+        )
+        return work.choices[crowd]
 
     def _shape(self, layer: AttentionLayer, geometry: PageGeometry) -> dict[str, Any]:
         dot, normalise = self.dtype, False
@@ -319,6 +325,7 @@ class TritonAttention:
             bound.constants[key] = constants_of(
                 decode.decode_kernel, HEADS=layer.num_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_G=block_g, **bound.shape,
                 LSE=lse is not None, FUSED=fused, CHUNK=max(1, min(16, 8192 // (block_g * block_v))), STAGES=tile.stages,
+                MASK_ALL=choice.mask_all,
             )  # fmt: skip
         strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0)
         # Programmatic dependent launch: the kernel reads the work map before it waits for its predecessor, so the
@@ -331,11 +338,12 @@ class TritonAttention:
         )  # fmt: skip
         self._settled = True
         if not fused:
-            key = ("merge", lse is not None)
+            chunk = min(64, _pow2(self._budget(choice, layer.num_kv_heads)))
+            key = ("merge", chunk, lse is not None)
             if key not in bound.constants:
                 bound.constants[key] = constants_of(
                     decode.merge_kernel, HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v,
-                    CHUNK=max(1, min(64, 8192 // block_v)), SINKS=bound.shape["SINKS"], LSE=lse is not None,
+                    CHUNK=max(1, min(chunk, 8192 // block_v)), SINKS=bound.shape["SINKS"], LSE=lse is not None,
                 )  # fmt: skip
             self._launch(
                 decode.merge_kernel, (layer.num_heads, rows), (work.cuts, self._part, self._part_lse, out, log, sinks), (v_scale,),

@@ -10,20 +10,20 @@ from octavo.interfaces import AttentionLayer
 
 from octavo_attention_triton.geometry import PageGeometry
 from octavo_attention_triton.provider import FP8
-from octavo_attention_triton.tuning import DecodeChoice
+from octavo_attention_triton.tuning import Crowd, DecodeChoice
 
 LOG2E = 1.4426950408889634
 
 
 @dataclass(slots=True)
 class WorkMap:
-    """One decode work map: rows of one block table, cut for layers of one window, tile and head count."""
+    """One decode work map: rows of one block table, cut for layers of one window, tile and head count. How steps run, by their
+    crowd (octavo_attention_triton.tuning)."""
 
     window: int | None
     block_n: int
     kv_heads: int
-    alone: DecodeChoice
-    crowded: DecodeChoice
+    choices: dict[Crowd, DecodeChoice]
     items: torch.Tensor  # int32 [largest budget + max rows, ITEM]
     cuts: torch.Tensor  # int32 [max rows, INFO]
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+PACKED = 8
+"""(row, KV head) pairs a multiprocessor from which on a decode step is packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +22,13 @@ class Tile:
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
     """How a decode step runs: its tile, programs a multiprocessor that the work is cut for, and who adds up the parts
-    of a split row: the last program of the row to arrive (fused), or a second kernel."""
+    of a split row: the last program of the row to arrive (fused), or a second kernel. mask_all: a row's last tile goes through the
+    same pipeline as the others, which are then masked too."""
 
     tile: Tile
     ctas_per_sm: int
     fused: bool
+    mask_all: bool = False
 
 
 def _pow2(n: int) -> int:
@@ -40,13 +46,19 @@ def decode_block_n(*, dim: int, kv_bytes: int, roomy: bool) -> int:
     return 64 if d <= 128 or kv_bytes == 1 or roomy else 32
 
 
-def decode_choice(*, group: int, dim: int, kv_bytes: int, roomy: bool, crowded: bool) -> DecodeChoice:
-    """group: query heads a KV head. crowded: there is at least a (row, KV head) for every multiprocessor, so few rows are split.
+Crowd = Literal["one", "few", "crowded", "packed"]
+"""One row; a few; a (row, KV head) pair or more for every multiprocessor; PACKED of them."""
 
-    Alone, a row is latency: deep pipelines of few programs, and a second kernel that all multiprocessors merge in.
-    In a crowd it is bandwidth: small programs, and no second launch.
+
+def decode_choice(*, group: int, dim: int, kv_bytes: int, roomy: bool, crowd: Crowd) -> DecodeChoice:
+    """group: query heads a KV head.
+
+    One row, or a few, are latency: deep pipelines of few programs, and a second kernel that all multiprocessors merge in; one
+    in fewer parts still, since their sum is a good part of its time. In a crowd few rows are split, and it is bandwidth: small programs,
+    and no second launch. Packed, programs are so many that begin and end of each count: small tiles, and no tile apart from the others.
     """
     n, m, d = decode_block_n(dim=dim, kv_bytes=kv_bytes, roomy=roomy), max(16, _pow2(group)), _pow2(dim)
+    crowded = crowd in ("crowded", "packed")
     if kv_bytes == 4:
         return DecodeChoice(Tile(m, n, 4, 2), 2, crowded)
     if d > 128:
@@ -55,9 +67,11 @@ def decode_choice(*, group: int, dim: int, kv_bytes: int, roomy: bool, crowded: 
         return DecodeChoice(Tile(m, n, 4, 5 if roomy else 3), 2, crowded)
     if m > 16:
         return DecodeChoice(Tile(m, n, 4, 3), 3, crowded)
+    if crowd == "packed" and d > 64 and kv_bytes == 2:
+        return DecodeChoice(Tile(m, n // 2, 2, 5), 6, True, mask_all=True)
     if crowded and d > 64 and not (kv_bytes == 1 and group == 1):
         return DecodeChoice(Tile(m, n, 2, 5 if kv_bytes == 1 else 3), 4, True)
-    return DecodeChoice(Tile(m, n, 4, 5), 4 if kv_bytes == 1 else 3, crowded)
+    return DecodeChoice(Tile(m, n, 4, 5), 4 if kv_bytes == 1 else 2 if crowd == "one" and d > 64 else 3, crowded)
 
 
 def prefill_tile(*, group: int, dim: int, kv_bytes: int, query_bytes: int, tokens: int, roomy: bool) -> Tile:

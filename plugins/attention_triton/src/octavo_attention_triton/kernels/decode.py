@@ -89,7 +89,7 @@ def decode_kernel(
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, NORMALISE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    FUSED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FUSED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, MASK_ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     item = tl.program_id(1)
@@ -137,17 +137,22 @@ def decode_kernel(
                 q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
                 BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, True,
             )  # fmt: skip
-    whole = last // BLOCK_N * BLOCK_N
+    # Short rows: their last tile, rarely a whole one, goes through the pipeline with the others, all of them masked. Apart, it is loaded
+    # when all else is done, and nothing is under way meanwhile.
+    whole = last
+    if not MASK_ALL:
+        whole = last // BLOCK_N * BLOCK_N
     for start in tl.range(body, whole, BLOCK_N, num_stages=STAGES):
         m, den, acc = _attend(
             q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
-            BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, False,
+            BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, MASK_ALL,
         )  # fmt: skip
-    for start in tl.range(tl.maximum(whole, body), last, BLOCK_N, num_stages=1):
-        m, den, acc = _attend(
-            q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
-            BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, True,
-        )  # fmt: skip
+    if not MASK_ALL:
+        for start in tl.range(tl.maximum(whole, body), last, BLOCK_N, num_stages=1):
+            m, den, acc = _attend(
+                q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
+                BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, True,
+            )  # fmt: skip
 
     held = (m_lane < GROUP)[:, None] & (dv < V_DIM)[None, :]
     if splits == 1:
