@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +55,22 @@ class _Zeros(TorchDispatchMode):
         return out.zero_() if func in self.EMPTY else out
 
 
+class _Pool(ThreadPoolExecutor):
+    """Threads that compile and load kernels for the current device: what launches a kernel is a C module, compiled as well."""
+
+    def __init__(self, threads: int) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(threads, "compile", lambda: torch.cuda.set_device(device))
+
+    def submit(self, compile: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def ready() -> Any:
+            kernel = compile(*args, **kwargs)
+            assert kernel.run is not None  # loads it
+            return kernel
+
+        return super().submit(ready)
+
+
 @contextmanager
 def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
     """Within, kernels are compiled and not launched; on leaving, all of them are ready. threads: None for as many as the machine
@@ -77,7 +93,7 @@ def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
         if before is not None:
             before(cache_hit=cache_hit, **rest)
 
-    pool = ThreadPoolExecutor(threads or min(MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compile")
+    pool = _Pool(threads or min(MOST_THREADS, len(os.sched_getaffinity(0))))
     JITFunction.run, JITFunction._do_compile, knobs.compilation.listener = compile_only, once, count
     try:
         with pool, AsyncCompileMode(pool), _Zeros():
