@@ -112,6 +112,24 @@ def test_long_chunks_over_an_fp8_cache_are_widened_unasked() -> None:
     check(scene, work, lse=True)
 
 
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, None), (FP16, None), (BF16, E4M3)])
+def test_scores_that_climb_fall_jump_or_lie_far_below_zero(dtype: str, kv_dtype: str | None) -> None:
+    """Prefill's exponents are relative to a base that follows the largest score at a distance: here it moves in either half of a tile,
+    in both or in none, and is negative. Scores are 16.3 powers of two times these numbers."""
+    need_hopper()
+    count = 700
+    climb, low, jumps = torch.linspace(-12, 12, count), torch.linspace(-12, -4, count), torch.zeros(count)
+    jumps[[100, 190, 300, 400]] = torch.tensor([1.0, 2.0, 4.0, 5.0])
+    scores = (climb, climb.flip(0), low, low.flip(0), jumps)
+    shape = Shape((8, 2), 128, block_size=64, dtype=dtype, kv_dtype=kv_dtype)
+    scene = target(prefill="hopper").scene(shape, [count] * len(scores))
+    for row, values in zip(scene.rows, scores, strict=True):
+        row.q[0].fill_(1.0)
+        row.k[0].copy_(values.to(row.k[0])[:, None, None].expand_as(row.k[0]))
+        row.v[0].mul_(0.5)
+    check(scene, [(i, 0, count) for i in range(len(scores))], lse=True)
+
+
 def test_a_hopper_prefill_that_cannot_be_is_refused_when_bound() -> None:
     with pytest.raises(ValueError, match=r"layer 0: prefill=hopper needs capability 9.0 .* dims 96 and 96"):
         target(prefill="hopper").scene(Shape((8, 2), 96, dtype=BF16), [20])
