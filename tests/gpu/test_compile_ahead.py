@@ -4,6 +4,7 @@ says what one says that compiles as it goes."""
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def test_kernels_are_compiled_and_not_launched(ops: Any, fresh: list[tuple[str, 
     with ops["compile_ahead", "plain"]() as ahead:
         ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16)
     assert torch.equal(got, ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16))
+
+
+def test_another_threads_kernels_are_launched_meanwhile(ops: Any) -> None:
+    x = torch.randn(5, 6432, device="cuda", dtype=torch.bfloat16)
+    want = torch.nn.functional.silu(x[:, :3216].float()) * x[:, 3216:].float()
+    with ops["compile_ahead", "plain"](), ThreadPoolExecutor(1) as pool:
+        mine = ops["silu_mul", "plain"](x)
+        other = pool.submit(lambda: ops["silu_mul", "plain"](x)).result()
+        torch.cuda.synchronize()
+    assert not mine.any()
+    torch.testing.assert_close(other.float(), want, atol=0.05, rtol=0.02)
 
 
 def test_a_failing_compilation_is_raised_and_leaves_launches_as_they_were(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:

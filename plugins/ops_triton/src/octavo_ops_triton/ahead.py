@@ -3,12 +3,13 @@
 A step that nobody has run yet compiles one kernel after the other, each when it is first launched, while all other cores of the
 machine idle. Whoever runs such a step within `compile_ahead` launches none of its Triton kernels: each is handed to a pool of
 threads. What they would have written is zeros, so that no index leaves its table. Owns that state of Triton, which is the
-whole process's: no other thread may launch a kernel meanwhile.
+whole process's; what other threads launch meanwhile is launched.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -77,19 +78,26 @@ def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
     has cores for this process. Raises what a compilation raised."""
     ahead = Ahead()
     run, make, before = JITFunction.run, JITFunction._do_compile, knobs.compilation.listener
+    me, counting = threading.get_ident(), threading.Lock()
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if threading.get_ident() != me:
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         run(self, *args, grid=grid, warmup=True, **kwargs)
+        return None
 
     def once(self: Any, key: Any, *args: Any) -> Any:
+        if threading.get_ident() != me:
+            return make(self, key, *args)
         mine = id(self), key
         if mine not in ahead.started:
             ahead.started[mine] = make(self, key, *args)
         return ahead.started[mine]
 
     def count(*, cache_hit: bool, **rest: Any) -> None:
-        ahead.fetched += cache_hit
-        ahead.compiled += not cache_hit
+        with counting:
+            ahead.fetched += cache_hit
+            ahead.compiled += not cache_hit
         if before is not None:
             before(cache_hit=cache_hit, **rest)
 
