@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "quant_awq" / "sr
 import torch
 import torch.nn.functional as F
 from octavo.bench.device_time import graph_time
-from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, ring_gemm, triton_gemm, warpgroup_gemm
 from octavo_quant_awq.kernels.cuda_gemm import Shape
-from octavo_quant_awq.kernels.limits import NARROW_ROWS, WARPGROUP_ROWS
+from octavo_quant_awq.kernels.limits import NARROW_ROWS, RING_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.kernels.narrow_gemm import NarrowShape, Operands
+from octavo_quant_awq.kernels.ring_gemm import RingShape
 from octavo_quant_awq.kernels.variant import Variant
 from octavo_quant_awq.kernels.warpgroup_gemm import WarpgroupShape
 from octavo_quant_awq.packing import Grouped, unblocked, unpaired
@@ -90,6 +91,12 @@ def warpgroup_op(w: Weights, x: Tensor, shape: WarpgroupShape) -> Op:
     return lambda i: warpgroup_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
 
 
+def ring_op(w: Weights, x: Tensor, shape: RingShape) -> Op:
+    call = ring_gemm.function(VARIANT, shape, x.device)
+    out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
+    return lambda i: ring_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
+
+
 def library_op(w: Weights, x: Tensor) -> Op:
     """All weights made bfloat16, then cuBLAS."""
     call = library.function(VARIANT, x.device)
@@ -114,6 +121,11 @@ def older_shape(m: int, n: int, k: int) -> Shape:
 
 def narrow_shape(m: int, n: int, k: int) -> NarrowShape | None:
     return narrow_gemm.choose_shape(m, n, k, VARIANT) if m <= NARROW_ROWS else None
+
+
+def ring_shape(m: int, n: int, k: int) -> RingShape | None:
+    wanted = NARROW_ROWS < m <= RING_ROWS and not warpgroup_gemm.fills(n)
+    return ring_gemm.choose_shape(m, n, k, VARIANT) if wanted else None
 
 
 def say(*words: Any) -> None:
@@ -141,7 +153,10 @@ def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tup
         found["narrow"] = lambda w, x: (narrow_op(w, x, few), EXACT)
     if m <= 16:
         found["w4a16"] = lambda w, x: (older_op(w, x, older_shape(m, n, k)), EXACT)
-    if m <= WARPGROUP_ROWS:
+    ring = ring_shape(m, n, k)
+    if ring is not None:
+        found["ring"] = lambda w, x: (ring_op(w, x, ring), EXACT)
+    elif m <= WARPGROUP_ROWS:
         found["warpgroup"] = lambda w, x: (warpgroup_op(w, x, warpgroup_gemm.choose_shape(m, n, k)), ROUNDED)
     if m >= 1024:
         found["dequantised"] = lambda w, x: (library_op(w, x), ROUNDED)
@@ -156,10 +171,12 @@ def table(seconds: float) -> None:
     few = {(m, older_shape(m, n, k)) for k, n in SHAPES.values() for m in ROWS if m <= 16}
     fewest = {(narrow_gemm.held(m), s, k) for k, n in SHAPES.values() for m in ROWS if (s := narrow_shape(m, n, k)) is not None}
     more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in ROWS if m <= WARPGROUP_ROWS}
+    ring = {s for k, n in SHAPES.values() for m in ROWS if (s := ring_shape(m, n, k)) is not None}
     compile_all(
         [lambda job=job: older_function(*job) for job in few]  # type: ignore[misc]
         + [lambda m=m, s=s, k=k: narrow_gemm.function(VARIANT, m, s, k, device) for m, s, k in fewest]  # type: ignore[misc]
         + [lambda s=s: warpgroup_gemm.function(VARIANT, s, device) for s in more]  # type: ignore[misc]
+        + [lambda s=s: ring_gemm.function(VARIANT, s, device) for s in ring]  # type: ignore[misc]
         + [lambda: library.function(VARIANT, device)]
     )
     sums: dict[tuple[str, int], float] = {}
@@ -204,6 +221,19 @@ def narrow_candidates(m: int, n: int, k: int) -> list[NarrowShape]:
     return sorted(found, key=str)
 
 
+def ring_candidates(m: int, n: int, k: int) -> list[RingShape]:
+    """Divisions of ring.cu worth a try; none where it serves nothing."""
+    default = ring_shape(m, n, k)
+    if default is None:
+        return []
+    found = {default}
+    for parts, stages in itertools.product((1, 2, 3, 4), range(2, 13)):
+        shape = replace(default, parts=parts, stages=stages)
+        if stages % parts == 0 and default.warps * parts <= 16 and 80 << 10 < shape.shared(VARIANT) < 112 << 10:
+            found.add(shape)
+    return sorted(found, key=str)
+
+
 def warpgroup_candidates(m: int, n: int, k: int) -> list[WarpgroupShape]:
     """Block shapes of warpgroup.cu worth a try."""
     default = warpgroup_gemm.choose_shape(m, n, k)
@@ -231,7 +261,9 @@ def sweep(seconds: float, rows: Sequence[int]) -> None:
                 for s in narrow_candidates(m, n, k):
                     job = (VARIANT, narrow_gemm.held(m), s, k, device)
                     jobs[job] = lambda job=job: narrow_gemm.function(*job)  # type: ignore[misc]
-            else:
+            for ring in ring_candidates(m, n, k):
+                jobs[ring] = lambda s=ring: ring_gemm.function(VARIANT, s, device)  # type: ignore[misc]
+            if m > NARROW_ROWS:
                 for wide in warpgroup_candidates(m, n, k):
                     jobs[replace(wide, cluster=1)] = lambda s=wide: warpgroup_gemm.function(VARIANT, s, device)  # type: ignore[misc]
     compile_all(list(jobs.values()))
@@ -244,7 +276,8 @@ def sweep(seconds: float, rows: Sequence[int]) -> None:
             ops: list[tuple[Op, Any]] = []
             if m <= NARROW_ROWS:
                 ops += [(narrow_op(w, x, s), s) for s in narrow_candidates(m, n, k)]
-            else:
+            ops += [(ring_op(w, x, s), s) for s in ring_candidates(m, n, k)]
+            if m > NARROW_ROWS:
                 ops += [(warpgroup_op(w, x, s), s) for s in warpgroup_candidates(m, n, k)]
             found = []
             for op, shape in ops:

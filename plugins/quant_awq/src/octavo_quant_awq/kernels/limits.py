@@ -2,6 +2,8 @@
 
 NARROW_ROWS = 8
 """narrow.cu, on Hopper, where a block has room for x and scales; other products are warpgroup.cu's."""
+RING_ROWS = 32
+"""ring.cu, for matrices with too few outputs to fill the GPU with blocks of warpgroup.cu."""
 WARPGROUP_ROWS = 4096
 """warpgroup.cu; with more rows, weights are made 16 bits wide and cuBLAS multiplies."""
 OTHER_ROWS = 64

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, ring_gemm, triton_gemm, warpgroup_gemm
 from octavo_quant_awq.kernels.cuda_driver import CudaFunction
-from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, WARPGROUP_ROWS
+from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, RING_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.kernels.variant import Variant
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether this GPU has what narrow.cu and warpgroup.cu need."""
+    """Whether this GPU has what narrow.cu, ring.cu and warpgroup.cu need."""
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
 class CudaProduct:
-    """The CUDA kernels on one matrix: w4a16.cu, or on Hopper narrow.cu for few rows and warpgroup.cu for more. Everything that it may
-    need is compiled when it is made."""
+    """The CUDA kernels on one matrix: w4a16.cu, or on Hopper narrow.cu for few rows, ring.cu for tens and warpgroup.cu for more. Everything
+    that it may need is compiled when it is made."""
 
     name = "cuda"
 
@@ -46,7 +46,10 @@ class CudaProduct:
         else:
             self._held = {m for m in (1, 4, 8) if self._narrow_shape(m)}  # rows that variants of narrow.cu have room for
             jobs += [lambda m=m: self._narrow(m) for m in self._held]
-            shapes = warpgroup_gemm.shapes(rows, inputs, NARROW_ROWS + 1 if 8 in self._held else 1, WARPGROUP_ROWS)
+            first = NARROW_ROWS + 1 if 8 in self._held else 1
+            self._ring_rows = 0 if warpgroup_gemm.fills(rows) else RING_ROWS
+            jobs += [lambda m=m: self._ring(m) for m in (8, 16, 32) if first <= m <= self._ring_rows]
+            shapes = warpgroup_gemm.shapes(rows, inputs, max(first, self._ring_rows + 1), WARPGROUP_ROWS)
             jobs += [lambda shape=shape: warpgroup_gemm.function(self._variant, shape, self._device) for shape in shapes]
         jobs.append(lambda: library.function(self._variant, self._device))
         with ThreadPoolExecutor(len(jobs)) as pool:  # compiling leaves the interpreter to others
@@ -63,6 +66,10 @@ class CudaProduct:
         shape, tokens = self._narrow_shape(m), narrow_gemm.held(m)
         assert shape is not None
         return narrow_gemm.function(self._variant, tokens, shape, self._inputs, self._device), shape
+
+    def _ring(self, m: int) -> tuple[CudaFunction, ring_gemm.RingShape]:
+        shape = ring_gemm.choose_shape(ring_gemm.tokens_of(m), self._rows, self._inputs, self._variant)
+        return ring_gemm.function(self._variant, shape, self._device), shape
 
     def _other(self, m: int) -> Any:
         tiles = cuda_gemm.token_tiles(m)
@@ -84,6 +91,8 @@ class CudaProduct:
             return cuda_gemm.launch(*self._other(len(x)), *self._tensors, x, self._bias, out, self._step)
         if len(x) <= NARROW_ROWS and narrow_gemm.held(len(x)) in self._held:
             return narrow_gemm.launch(*self._narrow(len(x)), *self._tensors, x, self._bias, out, self._step)
+        if len(x) <= self._ring_rows:
+            return ring_gemm.launch(*self._ring(len(x)), *self._tensors, x, self._bias, out, self._step)
         return warpgroup_gemm.launch(*self._warpgroup(len(x)), *self._tensors, x, self._bias, out, self._step)
 
     def dequantise(self, out: Tensor, first: int) -> Tensor:

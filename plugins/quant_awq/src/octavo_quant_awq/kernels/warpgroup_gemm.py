@@ -71,14 +71,15 @@ def fills(rows: int) -> bool:
 
 
 def choose_shape(m: int, rows: int, inputs: int) -> WarpgroupShape:
-    """The shape for m rows of x times a matrix [rows, inputs]: K is divided among blocks where there are few."""
+    """The shape for m rows of x times a matrix [rows, inputs], more than 32 where it does not fill the GPU: K is divided among blocks where there
+    are few."""
     strips = -(-rows // 128)
     if m > 64:
         return _many(m, strips)
     tokens = max(8, 1 << (m - 1).bit_length())
     if fills(rows):
         return _wide(tokens)
-    shape, most = _deep(tokens, inputs)
+    shape, most = _deep(inputs)
     cluster = 1
     while cluster < 8 and 2 * cluster * -(-rows // shape.rows) <= most and 512 * cluster <= inputs:
         cluster *= 2
@@ -96,14 +97,12 @@ def _wide(tokens: int) -> WarpgroupShape:
     if tokens <= 16:
         return WarpgroupShape(tokens, 1, 7, 4, 2, True, push=True, units=1)
     if tokens == 32:
-        return WarpgroupShape(32, 1, 4, 4, 1, True, push=True, units=1)
+        return WarpgroupShape(32, 1, 7, 3, 2, False, push=True)
     return WarpgroupShape(64, 2, 2, 3, 1, False, push=True)
 
 
-def _deep(tokens: int, inputs: int) -> tuple[WarpgroupShape, float]:
-    """Up to 64 rows, and fewer outputs: the shape of a block, and how many blocks there may be when K is divided."""
-    if tokens <= 32:
-        return WarpgroupShape(tokens, 1, 1, 5, 1, True, 3, push=True, slots=4, units=1), 2 * PROCESSORS
+def _deep(inputs: int) -> tuple[WarpgroupShape, float]:
+    """33 to 64 rows, and fewer outputs: the shape of a block, and how many blocks there may be when K is divided."""
     return WarpgroupShape(64, 1, 2, 4, 1, False, 2), (2 if inputs >= 8192 else 1.5) * PROCESSORS
 
 
