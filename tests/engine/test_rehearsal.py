@@ -35,7 +35,10 @@ class Recorder:
 class Found:
     compiled: int = 0
     fetched: int = 0
-    nothing_new: bool = False
+    cached: bool = False
+
+    def all_fetched(self) -> bool:
+        return self.cached
 
 
 def ahead(found: Found) -> Any:
@@ -57,8 +60,8 @@ def test_steps_of_each_kind_stay_within_the_limits() -> None:
 
 def test_it_ends_where_all_kernels_lie_on_the_disk() -> None:
     runner = Recorder()
-    rehearse(runner, LIMITS, ahead(Found(fetched=9, nothing_new=True)))
-    assert len(runner.steps) == 1
+    rehearse(runner, LIMITS, ahead(Found(fetched=9, cached=True)))
+    assert sorted(map(len, runner.steps)) == [1, 2], "a prompt and rows were tried"
 
 
 def test_no_sequence_notices_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

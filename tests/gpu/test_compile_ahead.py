@@ -39,9 +39,13 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bo
     return heard
 
 
+def operators() -> Any:
+    return TritonOperators(TritonOptions(), OperatorParts(cuda_device(), "bfloat16")).ops
+
+
 @pytest.fixture
 def ops() -> Any:
-    return TritonOperators(TritonOptions(), OperatorParts(cuda_device(), "bfloat16")).ops
+    return operators()
 
 
 def test_kernels_are_compiled_and_not_launched(ops: Any, fresh: list[tuple[str, bool]]) -> None:
@@ -51,7 +55,7 @@ def test_kernels_are_compiled_and_not_launched(ops: Any, fresh: list[tuple[str, 
             first = ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16)
             second = ops["silu_mul", "plain"](x)
     assert not first.any() and not second.any()
-    assert len(ahead.started) == ahead.compiled + ahead.fetched == len(fresh) == 2 and not ahead.nothing_new
+    assert len(ahead.started) == ahead.compiled + ahead.fetched == len(fresh) == 2 and not ahead.all_fetched()
     got = ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16)
     want = torch.nn.functional.rms_norm(x.float(), (7168,), weight.float(), 1e-5)
     assert len(fresh) == 2, "compiled once, and ready"
@@ -59,6 +63,18 @@ def test_kernels_are_compiled_and_not_launched(ops: Any, fresh: list[tuple[str, 
     with ops["compile_ahead", "plain"]() as ahead:
         ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16)
     assert torch.equal(got, ops["rms_norm", "plain"](x, weight, 1e-5, torch.bfloat16))
+
+
+def test_what_lies_in_the_cache_on_disk_is_told_from_what_is_compiled(ops: Any, fresh: list[tuple[str, bool]]) -> None:
+    x = torch.randn(5, 6464, device="cuda", dtype=torch.bfloat16)
+    want = ops["silu_mul", "plain"](x)
+    activation.gated_kernel.device_caches.clear()  # as in another process
+    ops = operators()
+    with ops["compile_ahead", "plain"]() as ahead:
+        ops["silu_mul", "plain"](x)
+        assert ahead.all_fetched()
+    assert fresh == [("gated_kernel", False), ("gated_kernel", True)]
+    assert torch.equal(ops["silu_mul", "plain"](x), want)
 
 
 def test_another_threads_kernels_are_launched_meanwhile(ops: Any) -> None:

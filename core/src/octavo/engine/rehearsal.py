@@ -19,7 +19,7 @@ from octavo.interfaces import Limits
 log = logging.getLogger(__name__)
 
 CompileAhead = Callable[[], AbstractContextManager[Any]]
-"""Yields an object with `compiled` and `fetched`, kernels that are ready, and `nothing_new`: so far all were fetched from the disk."""
+"""Yields an object with `compiled` and `fetched`, kernels that are ready, and `all_fetched()`: so far all came from the cache on disk."""
 
 ROWS = (1, 2, 4, 8, 16, 24, 64, 256)
 """Decoding rows. Kernels for few rows differ from those for many, and rows that share a prefix have some of their own."""
@@ -37,20 +37,23 @@ class Rehearsed(Protocol):
 
 
 def rehearse(runner: Rehearsed, limits: Limits, ahead: CompileAhead) -> None:
-    """Compile what steps within these limits launch; stop at once where all of it lies in the cache on disk."""
+    """Compile what steps within these limits launch; nothing more where what a prompt and a few rows take lies in the cache on disk."""
     began = time.perf_counter()
     with ahead() as found:
-        for step in _steps(runner, limits):
+        for count, step in enumerate(_steps(runner, limits), 1):
             step()
-            if found.nothing_new:
+            if count == 2 and found.all_fetched():
                 break
     log.info("kernels: %d compiled, %d fetched in %.1f s", found.compiled, found.fetched, time.perf_counter() - began)
 
 
 def _steps(runner: Rehearsed, limits: Limits) -> Iterator[Callable[[], None]]:
     longest = min(limits.max_model_len, limits.max_num_batched_tokens - 1)
-    for tokens in sorted({min(tokens, longest) for tokens in PROMPTS}, reverse=True):
+    prompts = sorted({min(tokens, longest) for tokens in PROMPTS}, reverse=True)
+    rows = sorted({min(rows, limits.max_num_seqs) for rows in ROWS}, reverse=True)
+    yield partial(runner.rehearse_prompt, prompts[0])
+    for position in (min(SHARED_TOKENS, limits.max_model_len - 1), 0):
+        for count in rows:
+            yield partial(runner.rehearse, count, position)
+    for tokens in prompts[1:]:
         yield partial(runner.rehearse_prompt, tokens)
-    for rows in sorted({min(rows, limits.max_num_seqs) for rows in ROWS}):
-        for position in (0, min(SHARED_TOKENS, limits.max_model_len - 1)):
-            yield partial(runner.rehearse, rows, position)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from triton.runtime.jit import JITFunction
 MOST_THREADS = 16
 """A compilation holds the interpreter's lock for a good part of its time: more threads would wait for each other."""
 
+FETCHING = 0.4
+"""Seconds within which a few kernels come from the cache on disk."""
+
 
 @dataclass(slots=True)
 class Ahead:
@@ -34,9 +38,11 @@ class Ahead:
     compiled: int = 0
     fetched: int = 0
 
-    @property
-    def nothing_new(self) -> bool:
-        """Whether all that was handed over so far lay in the cache on disk."""
+    def all_fetched(self) -> bool:
+        """Whether all that was handed over so far lay in the cache on disk. Waits for it, but not as long as compiling takes."""
+        end = time.perf_counter() + FETCHING
+        while not self.compiled and self.fetched < len(self.started) and time.perf_counter() < end:
+            time.sleep(0.005)
         return len(self.started) == self.fetched > 0
 
 
