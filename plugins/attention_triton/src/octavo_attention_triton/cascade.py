@@ -48,6 +48,8 @@ class Cascade:
     max_rows: int
     buffer: torch.Tensor
     last: np.ndarray
+    key: tuple[object, ...] = ()
+    """What the buffers were made of: steps that decode have the same prefixes for many steps."""
 
     @classmethod
     def make(cls, group: int, max_rows: int, device: torch.device) -> Cascade:
@@ -80,7 +82,12 @@ class Cascade:
         return self.buffer[2 * self.max_rows + self.most_tiles * INFO :]
 
     def update(self, shared: tuple[SharedPrefix, ...], host: StepHost, kv_heads: int, sms: int) -> None:
-        """Bring the buffers to this step's prefixes; nothing is sent where they are what they were."""
+        """Bring the buffers to this step's prefixes; nothing is done where they are what they were."""
+        prefixes = tuple((s.rows.tobytes(), s.tokens, int(host.rows[s.rows[0]])) for s in shared)
+        key = (kv_heads, sms, len(host.rows), prefixes)
+        if key == self.key:
+            return
+        self.key = key
         rows, most = BLOCK_M // self.group, self.most_tiles
         fresh = np.zeros_like(self.last)
         skip, parts = fresh[: self.max_rows], fresh[self.max_rows : 2 * self.max_rows]
