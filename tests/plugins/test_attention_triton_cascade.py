@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from octavo.interfaces import SharedPrefix, StepHost
 
 pytest.importorskip("triton", reason="the backend's modules import it")
+pytest.importorskip("octavo_attention_triton")
 
 from octavo_attention_triton.cascade import Cascade
 
