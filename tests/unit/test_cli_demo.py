@@ -90,6 +90,29 @@ class TestOnATinyModel:
         refused = octavo(*words)
         assert refused.returncode == 2 and "--logprobs: its values are printed with --json alone" in refused.stderr
 
+    @pytest.mark.parametrize("words", [(), ("--json",), ("--n", "2")])
+    def test_a_terminal_without_the_characters_gets_question_marks(
+        self, tiny: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+        done = octavo("generate", str(tiny), "hello", "--raw", "--max-tokens", "40", "--ignore-eos", "--seed", "1", *words)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.isascii()
+        text = json.loads(done.stdout)["outputs"][0]["text"] if words == ("--json",) else done.stdout
+        assert ("\ufffd" if words == ("--json",) else "?") in text
+
+    @pytest.mark.parametrize(
+        ("errors", "said"),
+        [("surrogateescape", b"PROMPT: is not text in utf-8: 'a\\udcff'"), ("strict", b"not text in utf-8: invalid")],
+    )
+    def test_bytes_that_are_no_text_are_refused(
+        self, tiny: Path, errors: str, said: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PYTHONIOENCODING", f"utf-8:{errors}")
+        command = [sys.executable, "-m", "octavo", "generate", str(tiny), "-"]
+        done = subprocess.run(command, input=b"a\xff", capture_output=True, timeout=60)
+        assert done.returncode == 2 and said in done.stderr
+
     def test_a_prompt_from_standard_input(self, tiny: Path) -> None:
         words = ("generate", str(tiny), "-", "--raw", "--temperature", "0", "--max-tokens", "3", "--json")
         piped, typed = octavo(*words, stdin="hello"), octavo(*(w if w != "-" else "hello" for w in words))

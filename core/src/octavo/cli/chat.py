@@ -83,6 +83,8 @@ def _converse(runner: asyncio.Runner, talk: Talk, system: str | None) -> int:
             line = input("> " if terminal else "").strip()
         except EOFError:
             return 0
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is not text in {error.encoding}: {error.reason} at byte {error.start}") from error
         if line == "/new":
             messages = list(start)
         elif line.startswith("/"):

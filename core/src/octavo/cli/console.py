@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 5.0
 """Without a terminal, a stage that lasts says how far it is this often."""
+
+
+def is_utf8(stream: TextIO) -> bool:
+    return (stream.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def wide_console() -> Console:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.console import Stages
+from octavo.cli.console import Stages, is_utf8
 from octavo.cli.flags import add_flags, add_model, read
 from octavo.cli.sampling_flags import add_sampling, read_sampling
 from octavo.config import EngineConfig
@@ -54,7 +54,16 @@ def run(args: argparse.Namespace) -> int:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not args.json:
             raise ConfigError(f"--{name.replace('_', '-')}: its values are printed with --json alone; add that, or leave it out")
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    try:
+        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"PROMPT: standard input is not text in {error.encoding}: {error.reason} at byte {error.start}"
+        ) from error
+    if not prompt.isprintable() and any(
+        "\udc80" <= char <= "\udcff" for char in prompt
+    ):  # how Python keeps bytes that it cannot read
+        raise ConfigError(f"PROMPT: is not text in {sys.stdin.encoding or 'UTF-8'}: {prompt[:60]!r}")
     quiet_engine()
     asyncio.run(_generate(config, params, prompt, args))
     return 0
@@ -120,7 +129,7 @@ async def _whole(llm: AsyncLLM, prompt: Any, params: SamplingParams, *, as_json:
     found: dict[str, Any] = {"outputs": answers, "usage": counts}
     if last.prompt_logprobs is not None:
         found["prompt_logprobs"] = [None if token is None else _likely(token) for token in last.prompt_logprobs]
-    print(json.dumps(found, ensure_ascii=False))
+    print(json.dumps(found, ensure_ascii=not is_utf8(sys.stdout)))
 
 
 def _likely(candidates: Mapping[int, Logprob]) -> list[dict[str, Any]]:

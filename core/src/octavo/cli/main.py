@@ -12,9 +12,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import NoReturn
 
 from octavo import __version__
+from octavo.cli.console import is_utf8
 from octavo.cli.flags import Parser
 from octavo.cli.options import closest
 from octavo.errors import ConfigError, OctavoError
@@ -73,6 +75,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit status: 0, 1 failed, 2 wrong usage, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _show_what_can_be_shown()
     try:
         parser = build_parser(words)
         args = parser.parse_args(words)
@@ -94,6 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _drop_output()
         print(f"octavo: error: {_said(error)}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+def _show_what_can_be_shown() -> None:
+    """A terminal that is not UTF-8 shows a question mark for what it has no character for; models write anything."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and not is_utf8(stream):
+            stream.reconfigure(errors="replace")
 
 
 def _said(error: Exception) -> str:
