@@ -209,7 +209,7 @@ class ContinuousScheduler:
         self._order.shares.charge(self._running.tenant[slots], count)
         for sequence, one in zip(sequences, sample, strict=True):
             sequence.in_flight += one
-        before = dict(zip(slots.tolist(), start, strict=True))
+        before = dict(zip(slots.tolist(), start, strict=True)) if draft.admitted else {}  # rows that decode need none
         tables, copies = self._allocator.drain()
         # Published only now: a prompt admitted in this very step must not read what it has yet to write.
         self._allocator.commit(slots, first + count)
