@@ -79,7 +79,7 @@ def host_memory(slots: int, block_size: int) -> float:
 @st.composite
 def pressures(draw: st.DrawFn) -> dict[str, Any]:
     block = draw(st.sampled_from([1, 4, 5, 16]))
-    longest = -(-(37 + 12 + 24) // block)  # one request of the longest kind must fit
+    longest = -(-(max(map(len, PREFIXES)) + 12 + 24) // block)  # one request of the longest kind must fit
     return {
         "block_size": block,
         "num_gpu_blocks_override": longest + draw(st.integers(0, longest)),
