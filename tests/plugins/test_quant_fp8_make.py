@@ -14,7 +14,7 @@ from octavo.cli import quantize as command
 from octavo.config import EngineConfig
 from octavo.engine.build import build_engine
 from octavo.engine.engine import Engine
-from octavo.errors import ConfigError, QuantizeError
+from octavo.errors import ConfigError, LoadError, QuantizeError
 from octavo.plugins import discover
 from octavo.testing.model import checkpoint, transformers_model
 from safetensors.torch import load_file, save_file
@@ -224,6 +224,13 @@ def test_neither_an_existing_folder_nor_a_quantised_model_is_taken(model: Path, 
         make(model, tmp_path / "out")
     with pytest.raises(ConfigError, match="quantised already"):
         make(tmp_path / "out", tmp_path / "again")
+
+
+def test_a_config_that_is_not_read_is_named_with_its_folder(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "odd", hidden_act="nope")
+    with pytest.raises(LoadError, match=r"^.*/odd: hidden_act 'nope' is not supported here"):
+        make(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_method_that_nobody_has_is_answered_with_those_that_there_are() -> None:

@@ -20,7 +20,7 @@ from octavo.catalog import Catalog, Entry, Needs, Options
 from octavo.cli.console import Stages
 from octavo.cli.flags import add_flags, read
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, PluginError
+from octavo.errors import ConfigError, LoadError, PluginError
 from octavo.first_party import owner
 from octavo.interfaces import Quantize, QuantizeTask
 from octavo.wording import complaints, hint
@@ -107,7 +107,10 @@ def quantize(
     facts = {"architecture": source.architecture, "config": source.config}
     adapter = catalog.resolve("model", Needs("model", device, dtype, facts), config.model_adapter).create(None)
     with CheckpointWriter(out, source) as writer:
-        done = function(options, QuantizeTask(source, adapter, device, dtype, text, writer, tell))
+        try:
+            done = function(options, QuantizeTask(source, adapter, device, dtype, text, writer, tell))
+        except LoadError as error:  # of an adapter, which knows no file
+            raise error if str(source.path) in str(error) else LoadError(f"{source.path}: {error}") from error
         tell("writing")
         writer.finish(done.config, dtype=dtype)
     return {
