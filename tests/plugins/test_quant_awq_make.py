@@ -171,6 +171,12 @@ def test_the_result_is_an_autoawq_checkpoint_and_loads(tmp_path: Path) -> None:
     assert len(greedy(tmp_path / "out")) == 10
 
 
+def test_a_window_is_never_longer_than_the_models_context(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "model", max_position_embeddings=64)
+    report = make(source, tmp_path / "out", "group_size=32", "window=4000", "samples=3")["report"]
+    assert report["calibration tokens"] == 3 * 64
+
+
 def test_without_a_search_it_needs_no_text(tmp_path: Path) -> None:
     source = tiny_llama(tmp_path / "model", **SHAPE)
     make(source, tmp_path / "out", "group_size=-1", "search=false", "zero_point=false", text=None)

@@ -164,10 +164,12 @@ class _WholeText:
 
 
 def calibration_windows(task: QuantizeTask, length: int, count: int | None = None) -> list[list[int]]:
-    """The task's text as token ids in windows of `length` (the last may be shorter), at most `count` of them; each starts
-    with the model's bos where it has one. QuantizeError without a text."""
+    """The task's text as token ids in windows of `length`, or of the model's context where that is shorter (the last window may be
+    shorter still), at most `count` of them; each starts with the model's bos where it has one. QuantizeError without a text."""
     if task.calibration is None:
         raise QuantizeError("this needs a text to calibrate on: give --calibrate FILE")
+    longest = task.adapter.facts(task.source.config, task.dtype, task.dtype).max_position
+    length = min(length, longest) if longest else length
     files = load_tokenizer_files(task.source)
     ids = files.tokenizer.encode(task.calibration, add_special_tokens=False).ids
     start = [files.bos_id] if files.add_bos and files.bos_id is not None else []

@@ -41,7 +41,8 @@ def quantize(options: AwqMakeOptions, task: QuantizeTask) -> Quantized:
         "version": "gemm",
     }
     texts = calibration_windows(task, options.window, options.samples) if options.search else []
-    whole = [text for text in texts if len(text) == options.window] or texts[:1]
+    full = max(map(len, texts), default=0)
+    whole = [text for text in texts if len(text) == full]
     model = WatchedModel(task, len(whole[0]) if whole else options.window, task.device.free_memory // 4)
     linears = [module.name for modules in model.linears for module in modules]
     _check_skipped(options.skip, config, linears, model.tensors.names())
