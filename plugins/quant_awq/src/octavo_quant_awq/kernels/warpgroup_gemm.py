@@ -97,7 +97,7 @@ def _wide(tokens: int) -> WarpgroupShape:
     if tokens <= 16:
         return WarpgroupShape(tokens, 1, 7, 4, 2, True, push=True, units=1)
     if tokens == 32:
-        return WarpgroupShape(32, 1, 7, 3, 2, False, push=True)
+        return WarpgroupShape(32, 1, 4, 4, 1, True, push=True, units=1)
     return WarpgroupShape(64, 2, 2, 3, 1, False, push=True)
 
 
