@@ -218,6 +218,19 @@ def test_nothing_is_left_behind_when_a_weight_is_not_finite(model: Path, tmp_pat
     assert [p.name for p in tmp_path.iterdir()] == ["bad"]
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_anything_is_written(name: str, model: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(model, tmp_path / "bad")
+    tensors = load_file(model / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "bad" / "model.safetensors")
+    with pytest.raises(LoadError, match=rf"/bad does not fit the model:\n  missing: {name}"):
+        make(tmp_path / "bad", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["bad"]
+
+
 def test_neither_an_existing_folder_nor_a_quantised_model_is_taken(model: Path, tmp_path: Path) -> None:
     make(model, tmp_path / "out")
     with pytest.raises(ConfigError, match="is there already"):

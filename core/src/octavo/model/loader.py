@@ -192,8 +192,7 @@ def load_weights(
         stored = "gguf" if source.kind == "gguf" else "safetensors"
         if load_format not in ("auto", stored):
             raise LoadError(f"{source.path}: load_format is {load_format!r}, but the weights are {stored}")
-        headers = _renamed(checkpoint_headers(source), canonical)
-        plan = table.match(headers, str(source.path), ignored=ignored, tied=tied)
+        headers, plan = match_checkpoint(source, table, tied=tied, ignored=ignored, canonical=canonical)
         chosen = {h.name for h in plan}
         skipped = [name for name in headers if name not in chosen]
         sizes = {h.name: h.nbytes for h in plan}
@@ -209,6 +208,20 @@ def load_weights(
             progress(done, total)
     table.verify()
     return LoadReport(count, nbytes, tuple(skipped), time.monotonic() - begun)
+
+
+def match_checkpoint(
+    source: ModelSource,
+    table: WeightTable,
+    *,
+    tied: bool,
+    ignored: Callable[[str], bool],
+    canonical: Callable[[str], str] = lambda name: name,
+) -> tuple[dict[str, Header], list[Header]]:
+    """(all headers of the checkpoint by their canonical names, those to read in file order). Reads no weights. LoadError that
+    lists everything that does not fit. The parameters are those of `load_weights`."""
+    headers = _renamed(checkpoint_headers(source), canonical)
+    return headers, table.match(headers, str(source.path), ignored=ignored, tied=tied)
 
 
 def _renamed(headers: Mapping[str, Header], canonical: Callable[[str], str]) -> dict[str, Header]:

@@ -33,7 +33,7 @@ from octavo.interfaces import (
     StepHost,
 )
 from octavo.model.linear import PlainQuantizer, torch_device
-from octavo.model.loader import WeightTable, load_weights
+from octavo.model.loader import WeightTable, load_weights, match_checkpoint
 from octavo.model.operators import TorchOperators
 from octavo.model.tokenizer_files import load_tokenizer_files
 
@@ -200,6 +200,16 @@ def linear_modules(task: QuantizeTask) -> tuple[str, ...]:
 
     task.adapter.build(task.source.config, _parts(task, table, plain, linear, _Nobody(), experts))
     return tuple(found)
+
+
+def check_checkpoint(task: QuantizeTask) -> None:
+    """LoadError unless the checkpoint has what the model loads and nothing that it has no place for. Reads no weights."""
+    table = WeightTable()
+    plain = _plain(task, table)
+    task.adapter.build(task.source.config, _parts(task, table, plain, plain.linear, _Nobody(), plain.experts))
+    facts = task.adapter.facts(task.source.config, task.dtype, task.dtype)
+    canonical = getattr(task.adapter, "canonical", lambda name: name)
+    match_checkpoint(task.source, table, tied=facts.tied_head, ignored=task.adapter.ignored, canonical=canonical)
 
 
 def _operators(task: QuantizeTask) -> Mapping[tuple[str, str], Callable[..., Any]]:

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError, QuantizeError
 from octavo.interfaces import AttentionLayer, Quantized, QuantizeTask
 from octavo.model.export import read_tensors
 from octavo.model.linear import torch_device
-from octavo.model.observe import ObservedModel, calibration_windows, linear_modules
+from octavo.model.observe import ObservedModel, calibration_windows, check_checkpoint, linear_modules
 from torch import Tensor
 
 from octavo_quant_fp8.numerics import E4M3_MAX, TINY, quantise_blocks, quantise_rows, scale_of, to_e4m3
@@ -42,8 +42,8 @@ class Peaks:
 
 
 def make(options: MakeOptions, task: QuantizeTask) -> Quantized:
-    """octavo.interfaces.Quantize. ConfigError for options that contradict each other, QuantizeError for a weight or an activation
-    that is not finite."""
+    """octavo.interfaces.Quantize. ConfigError for options that contradict each other, LoadError for a checkpoint that does not fit
+    the model, QuantizeError for a weight or an activation that is not finite."""
     static = options.activations == "static"
     if static and options.weights == "block":
         raise ConfigError("--set activations=static: block weights have dynamic inputs; use weights=channel or weights=tensor")
@@ -54,6 +54,7 @@ def make(options: MakeOptions, task: QuantizeTask) -> Quantized:
         raise ConfigError(
             f"--set activations=static: the model has experts ({len(inner)} matrices), whose inputs are not measured; use activations=dynamic"
         )
+    check_checkpoint(task)
     kv_cache = options.kv_cache and task.calibration is not None
     peaks = _calibrate(task, options.window) if static or kv_cache else Peaks()
     device = torch_device(task.device)
