@@ -23,7 +23,8 @@ def test_a_record_has_every_figure_with_its_settings(tiny: Path) -> None:
     record = measure(config(tiny), small(3, 20, 5), repeats=2)
     ours = record["ours"]
     assert (ours["prompt_tokens"], ours["output_tokens"], len(ours["walls_s"])) == (60, 15, 2)
-    assert ours["latency"]["ttft_ms"]["p50"] <= ours["latency"]["e2e_ms"]["p50"] <= max(ours["walls_s"]) * 1000
+    ttft, whole, wall = ours["latency"]["ttft_ms"]["p50"], ours["latency"]["e2e_ms"]["p50"], max(ours["walls_s"]) * 1000
+    assert ttft <= whole <= wall + 0.06, "walls are rounded to 0.1 ms, latencies to 0.01"
     assert record["workload"]["vocab"] == 512 and record["engine"]["threads"] == 1 and record["versions"]["torch"]
     assert "ratio" not in record
 
