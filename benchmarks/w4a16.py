@@ -165,8 +165,13 @@ def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tup
     return found
 
 
+TAKEN = ("narrow", "ring", "warpgroup", "dequantised")
+"""What quant_awq takes on Hopper: the first of these that serves a product."""
+
+
 def table(seconds: float) -> None:
-    """Every product at every number of rows by every kernel at its default shape, and cuBLAS. The last lines are the sums of the four."""
+    """Every product at every number of rows by every kernel at its default shape, and cuBLAS. The last lines are the sums of the four: `served`
+    by the kernel that the plugin takes for each, and by every kernel that can serve all of them."""
     began, device = time.monotonic(), torch.device("cuda", 0)
     few = {(m, older_shape(m, n, k)) for k, n in SHAPES.values() for m in ROWS if m <= 16}
     fewest = {(narrow_gemm.held(m), s, k) for k, n in SHAPES.values() for m in ROWS if (s := narrow_shape(m, n, k)) is not None}
@@ -179,7 +184,7 @@ def table(seconds: float) -> None:
         + [lambda s=s: ring_gemm.function(VARIANT, s, device) for s in ring]  # type: ignore[misc]
         + [lambda: library.function(VARIANT, device)]
     )
-    sums: dict[tuple[str, int], float] = {}
+    times: dict[tuple[str, int], list[float]] = {}
     for name, (k, n) in SHAPES.items():
         w = Weights(k, n)
         weight = w.truth(0)
@@ -190,16 +195,19 @@ def table(seconds: float) -> None:
                 return
             x = torch.randn(m, k, device="cuda").bfloat16()
             want = x.double() @ weight.T
-            line = []
-            for kernel, make in kernels(m, n, k).items():
+            line, ways = [], kernels(m, n, k)
+            taken = next(kernel for kernel in TAKEN if kernel in ways)
+            for kernel, make in ways.items():
                 op, bound = make(w, x)
                 error = float((op(0).double() - want).norm() / want.norm())
                 time_us = measure(op, len(w))
-                sums[kernel, m] = sums.get((kernel, m), 0.0) + time_us
+                for sort in (kernel, "served") if kernel == taken else (kernel,):
+                    times.setdefault((sort, m), []).append(time_us)
                 line.append(f"{kernel} {time_us:.1f}" + ("" if error < bound else f" WRONG: error {error:.1e}"))
             blas = measure(lambda i, x=x, plain=plain: F.linear(x, plain[i % 3]), 6)  # type: ignore[misc]
-            sums["cuBLAS", m] = sums.get(("cuBLAS", m), 0.0) + blas
+            times.setdefault(("cuBLAS", m), []).append(blas)
             say(f"{name} M {m} (floor {w.floor:.1f}): {', '.join(line)}, cuBLAS {blas:.1f}")
+    sums = {key: sum(found) for key, found in times.items() if len(found) == len(SHAPES)}
     for m in ROWS:
         blas = sums["cuBLAS", m]
         say(f"M {m}: " + ", ".join(f"{kernel} {v:.1f} ({blas / v:.2f})" for (kernel, at), v in sums.items() if at == m))
