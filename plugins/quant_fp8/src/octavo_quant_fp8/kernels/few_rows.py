@@ -11,10 +11,9 @@ from importlib import resources
 from importlib.util import find_spec
 
 import torch
+from octavo.cuda import Function, compile_source
 from octavo.interfaces import Activation
 from torch import Tensor
-
-from octavo_quant_fp8.kernels.cuda import Function, compile_source
 
 PLAIN, NORM, SWIGLU = 0, 1, 2
 MAX_ROWS = 64
@@ -70,8 +69,8 @@ def source() -> str:
 
 @cache
 def _function(kind: int, dtype: torch.dtype, weight: torch.dtype, cut: tuple[int, int, int], device: torch.device) -> Function:
-    module = compile_source(source(), macros(kind, dtype, weight, cut), device)
-    return Function(module, "quantise", threads=cut[1], cluster=cut[0], shared=0)
+    module = compile_source(source(), macros(kind, dtype, weight, cut), device, features="a")
+    return Function(module, "quantise", threads=cut[1], cluster=cut[0], dependent=True, prefer_shared=True)
 
 
 def quantise(
@@ -87,5 +86,5 @@ def quantise(
         out.data.data_ptr(), out.scale.data_ptr(),
     )  # fmt: skip
     numbers = (size, x.stride(0), 0 if residual is None else residual.stride(0), float(eps), float(bound))
-    call((rows, cut[0], 1), (), pointers, numbers)
+    call((rows, cut[0], 1), pointers, numbers)
     return out

@@ -12,10 +12,9 @@ from importlib import resources
 from importlib.util import find_spec
 
 import torch
+from octavo.cuda import Function, TensorMap, compile_source, tensor_map
 from octavo.interfaces import Activation
 from torch import Tensor
-
-from octavo_quant_fp8.kernels.cuda import Function, TensorMap, compile_source, tensor_map
 
 OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TOKENS = (8, 16, 32, 64, 128, 256)
@@ -64,8 +63,16 @@ class Shape:
 @cache
 def function(shape: Shape, dtype: torch.dtype, bias: bool, device: torch.device) -> Function:
     """The compiled kernel for results of dtype; the first call compiles."""
-    module = compile_source(source(shape.tokens), macros(shape, dtype, bias), device)
-    return Function(module, "rows", threads=128 * shape.groups + 32, cluster=shape.split, shared=shape.shared)
+    module = compile_source(source(shape.tokens), macros(shape, dtype, bias), device, features="a")
+    return Function(
+        module,
+        "rows",
+        threads=128 * shape.groups + 32,
+        cluster=shape.split,
+        shared=shape.shared,
+        dependent=True,
+        prefer_shared=True,
+    )
 
 
 def macros(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, int]:
@@ -132,7 +139,7 @@ def launch(
     x with `shape.tokens` rows."""
     m, n = out.shape
     pointers = (x_scale.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
-    call((-(-n // shape.rows), shape.split, -(-m // shape.tokens)), (weights, inputs), pointers, (m, n, k))
+    call((-(-n // shape.rows), shape.split, -(-m // shape.tokens)), pointers, (m, n, k), by_value=(weights, inputs))
     return out
 
 
@@ -147,7 +154,7 @@ def _input_map(x: Tensor, rows: int) -> TensorMap:
     if found is None:
         if len(_inputs) >= KEPT:
             _inputs.clear()
-        found = _inputs[key] = tensor_map(x, rows)
+        found = _inputs[key] = tensor_map(x, (128, rows))
     return found
 
 
@@ -174,7 +181,7 @@ class FewRows:
         shape = choose_shape(m, n, k)
         assert shape is not None, f"{m} rows of {n} x {k} are another kernel's"
         if shape.box not in self._maps:
-            self._maps[shape.box] = tensor_map(self._data, shape.box)
+            self._maps[shape.box] = tensor_map(self._data, (128, shape.box))
         out = torch.empty(m, n, dtype=self._dtype, device=q.data.device)
         call = function(shape, self._dtype, self._bias is not None, q.data.device)
         inputs = _input_map(q.data, shape.tokens)
