@@ -1,4 +1,4 @@
-"""What attention_cupy's prefill blocks take: every new token once, evenly shared, and pages that are widened are found again."""
+"""What attention_cupy's prefill blocks take: every new token once, evenly shared; and when pages are widened first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "attention_cupy" / "src"))
 
 from octavo.interfaces import StepHost
-from octavo_attention_cupy.items import HEAD, page_lists, share, tile_list, widened_rows
+from octavo_attention_cupy.items import HEAD, share, tile_list
 from octavo_attention_cupy.tuning import widened_pages, widening_pays
 
 
@@ -74,25 +74,6 @@ def test_a_block_takes_its_items_head_after_head_and_the_longest_first() -> None
     for begin, end in pairwise(starts):
         order = [(int(head), -int(position) // 128) for head, position in items[begin:end][:, [HEAD, 2]]]
         assert order == sorted(order)
-
-
-def test_rows_are_widened_together_as_long_as_the_workspace_holds_their_pages() -> None:
-    step = host([640, 64, 1000, 5], [640, 1, 8, 5])
-    assert widened_rows(step, None, 64, 16) == [[(0, 0, 10)], [(2, 0, 16)], [(3, 0, 1)]], "row 1 decodes"
-    assert widened_rows(step, None, 64, 26) == [[(0, 0, 10), (2, 0, 16)], [(3, 0, 1)]]
-    assert widened_rows(step, None, 64, 15) is None, "row 2 has 16 pages"
-
-
-def test_pages_before_a_window_are_left_out() -> None:
-    assert widened_rows(host([2000], [100]), 500, 64, 31) == [[(0, 21, 11)]]  # the first new token sees 1401, 21 * 64 is 1344
-
-
-def test_the_workspace_s_table_says_where_each_page_of_a_row_is() -> None:
-    step = host([640, 64, 1000, 200], [640, 1, 8, 100], rows=[7, 3, 0, 5])
-    pages, table = page_lists(step, [(0, 0, 10), (3, 1, 3)])
-    assert table.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [-1, 10, 11, 12, -1, -1, -1, -1, -1, -1]]
-    assert pages.tolist() == [[7, c] for c in range(10)] + [[5, c] for c in (1, 2, 3)]
-    assert set(tile_list(step, 32, None, np.array([0, 3]))[:, 3].tolist()) == {0, 1}, "tiles name rows of that table"
 
 
 def test_widening_pays_by_pairs_of_tokens_and_takes_a_bounded_workspace() -> None:

@@ -1,4 +1,4 @@
-"""What the blocks of a prefill kernel take, as arrays on the host: tiles of new tokens, shares of them, and pages to be widened.
+"""What the blocks of a prefill kernel take, as arrays on the host: tiles of new tokens, and shares of them.
 
 Pure numpy: knows no device and no kernel but for the size of a tile. A step with prefill is not captured, so its lengths are known here.
 """
@@ -6,6 +6,7 @@ Pure numpy: knows no device and no kernel but for the size of a tile. A step wit
 from __future__ import annotations
 
 import numpy as np
+from octavo.attention.prompts import query_tiles
 from octavo.interfaces import StepHost
 
 TILE = 8
@@ -17,21 +18,8 @@ KV_TILE = 128
 
 
 def tile_list(host: StepHost, size: int, window: int | None, only: np.ndarray | None = None) -> np.ndarray:
-    """int32 [tiles, TILE] of the rows with several new tokens, `size` of them or fewer each, longest first. only: of these rows of the
-    step (indices), which are numbered in that order instead of by their place in the block table."""
-    lens, ends = host.query_lens.astype(np.int64), host.seq_lens.astype(np.int64)
-    starts = np.cumsum(lens) - lens
-    many = np.flatnonzero(lens > 1) if only is None else only
-    table_rows = host.rows[many] if only is None else np.arange(len(only))
-    counts = -(-lens[many] // size)
-    of = np.repeat(many, counts)
-    nth = np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    tiles = np.zeros((of.size, TILE), dtype=np.int32)
-    tiles[:, 0] = starts[of] + nth * size
-    tiles[:, 1] = np.minimum(lens[of] - nth * size, size)
-    tiles[:, 2] = ends[of] - lens[of] + nth * size
-    tiles[:, 3] = np.repeat(table_rows, counts)
-    tiles[:, 4] = ends[of]
+    """`query_tiles` of a step as the kernels read them, int32 [tiles, TILE], longest first."""
+    tiles = query_tiles(host, size, TILE, only)
     return tiles[np.argsort(-_kv_tiles(tiles, window), kind="stable")]
 
 
@@ -60,35 +48,3 @@ def share(tiles: np.ndarray, heads: int, blocks: int, window: int | None) -> tup
     starts = np.zeros(blocks + 1, np.int32)
     starts[1:] = np.cumsum(np.bincount(owner, minlength=blocks))
     return items[np.lexsort((-cost, items[:, HEAD], owner))], starts
-
-
-def widened_rows(host: StepHost, window: int | None, page: int, capacity: int) -> list[list[tuple[int, int, int]]] | None:
-    """The rows with several new tokens in batches of at most `capacity` pages, as (index of the row, first column, columns) of the block
-    table; None if one row alone has more. Columns before a window are left out."""
-    batches: list[list[tuple[int, int, int]]] = []
-    room = 0
-    for index in np.flatnonzero(host.query_lens > 1).tolist():
-        end, new = int(host.seq_lens[index]), int(host.query_lens[index])
-        low = 0 if window is None else max(end - new - window + 1, 0) // page
-        count = -(-end // page) - low
-        if count > capacity:
-            return None
-        if count > room:
-            batches.append([])
-            room = capacity
-        batches[-1].append((index, low, count))
-        room -= count
-    return batches
-
-
-def page_lists(host: StepHost, rows: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Of a batch of `widened_rows`: int32 [n, 2], row and column of the block table of each page of the workspace, and a block table
-    int32 [rows, columns] that says where the workspace has them (-1: nowhere)."""
-    table = np.full((len(rows), max(low + count for _, low, count in rows)), -1, np.int32)
-    pages, at = [], 0
-    for i, (index, low, count) in enumerate(rows):
-        columns = np.arange(low, low + count, dtype=np.int32)
-        pages.append(np.stack((np.full(count, host.rows[index], np.int32), columns), 1))
-        table[i, low : low + count] = np.arange(at, at + count)
-        at += count
-    return np.concatenate(pages), table

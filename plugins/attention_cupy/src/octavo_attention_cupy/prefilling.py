@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from octavo.attention.prompts import page_lists, widened_rows
 from octavo.interfaces import Step
 from octavo.transfer import to_device
 
 from octavo_attention_cupy.bound import Bound, Prefill, Widened
-from octavo_attention_cupy.items import page_lists, share, tile_list, widened_rows
+from octavo_attention_cupy.items import share, tile_list
 from octavo_attention_cupy.tuning import widening_pays
 
 
@@ -74,7 +75,7 @@ class Prefilling:
             return None
         launches = []
         for rows in batches:
-            tiles = tile_list(step.host, serves.prefill.tokens, window, np.array([index for index, _, _ in rows]))
+            tiles = tile_list(step.host, serves.prefill.tokens, window, np.array([w.row for w in rows]))
             pages, table = (to_device(x, self._device) for x in page_lists(step.host, rows))
             launches.append(self._shared(tiles, heads, window, pages, table))
         return launches
