@@ -174,7 +174,7 @@ def moving(path: Path, late: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("swap_space", [0.0, 0.001])
 @pytest.mark.parametrize("late", [*LATE, {"depth": 1, "padded": True}])
 def test_tokens_stay_the_same_while_the_pool_moves(tiny1: Path, late: Any, swap_space: float) -> None:
-    engine = moving(tiny1, late, swap_space=swap_space, preemption_mode="swap")
+    engine = moving(tiny1, late, swap_space=swap_space, preemption_mode="swap" if swap_space else "auto")
     governor = engine._watch._governor
     specs = [{"prompt": list(range(40 + i, 60 + i)), "max_tokens": 40, "ignore_eos": True} for i in range(6)]
     outcomes: Outcomes = {}

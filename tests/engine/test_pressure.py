@@ -80,6 +80,7 @@ def host_memory(slots: int, block_size: int) -> float:
 def pressures(draw: st.DrawFn) -> dict[str, Any]:
     block = draw(st.sampled_from([1, 4, 5, 16]))
     longest = -(-(max(map(len, PREFIXES)) + 12 + 24) // block)  # one request of the longest kind must fit
+    slots = draw(st.sampled_from([0, 0, 1, 2, longest, 4 * longest]))
     return {
         "block_size": block,
         "num_gpu_blocks_override": longest + draw(st.integers(0, longest)),
@@ -87,8 +88,8 @@ def pressures(draw: st.DrawFn) -> dict[str, Any]:
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 5, 40])),  # 40: prompts are steps of single tokens where they are padded
         "enable_prefix_caching": draw(st.booleans()),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
-        "swap_space": host_memory(draw(st.sampled_from([0, 0, 1, 2, longest, 4 * longest])), block),
-        "preemption_mode": "swap",
+        "swap_space": host_memory(slots, block),
+        "preemption_mode": "swap" if slots else "auto",
     }
 
 

@@ -8,10 +8,8 @@ from octavo.cache.allocator import BlockAllocator
 from octavo.cache.geometry import (
     blocks_for,
     first_visible,
-    last_block_tokens,
     sequence_blocks,
     slots,
-    visible_columns,
     window_blocks,
 )
 from octavo.interfaces import AllocatorParts
@@ -28,22 +26,15 @@ def test_the_eighth_token_of_the_example_goes_to_slot_47() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_blocks_and_last_block_add_up_to_the_length(size: int, length: int) -> None:
-    blocks, last = blocks_for(length, size), last_block_tokens(length, size)
-    assert (1 <= last <= size) if length else (blocks, last) == (0, 0)
-    assert (blocks - 1) * size + last == length if length else True
-    assert blocks == len(set(np.arange(length) // size))
+def test_a_length_has_a_block_for_every_column_that_its_positions_lie_in(size: int, length: int) -> None:
+    assert blocks_for(length, size) == len(set(np.arange(length) // size))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 100])
 @pytest.mark.parametrize("length", LENGTHS[1:])
-def test_the_last_query_sees_as_many_columns_as_there_are_blocks_and_no_more(size: int, length: int) -> None:
-    assert visible_columns(length - 1, None, size) == (0, blocks_for(length, size))
-    for window in (1, 2, 4, 5, 100):
-        first, end = visible_columns(length - 1, window, size)
-        seen = range(max(0, length - window), length)
-        assert (first, end) == (seen[0] // size, seen[-1] // size + 1)
-        assert first_visible(length - 1, window) == seen[0]
+def test_a_query_sees_its_own_key_and_as_many_before_it_as_the_window_holds(length: int, window: int | None) -> None:
+    seen = range(first_visible(length - 1, window), length)
+    assert len(seen) == (length if window is None else min(window, length))
 
 
 @pytest.mark.parametrize("size", SIZES)

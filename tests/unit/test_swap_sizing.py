@@ -37,6 +37,13 @@ def test_swap_space_that_holds_no_block_or_is_not_there_is_an_error() -> None:
         host_slots(config(swap_space=9), 1 << 20, 8 * GIB)
 
 
+def test_swapping_without_a_swap_space_is_refused_and_other_modes_need_none() -> None:
+    with pytest.raises(ConfigError, match=r"--preemption-mode swap: .*give --swap-space GIB"):
+        host_slots(config(preemption_mode="swap"), 1 << 20, 8 * GIB)
+    assert [host_slots(config(preemption_mode=mode), 1 << 20, 8 * GIB) for mode in ("auto", "recompute")] == [0, 0]
+    assert host_slots(config(preemption_mode="swap", swap_space=1), 1 << 20, 8 * GIB) == 1024
+
+
 def test_a_pool_that_stays_has_no_range() -> None:
     assert pool_range(config(), device("cuda"), sizing()) is None
 

@@ -21,19 +21,9 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def last_block_tokens(tokens: int, block_size: int) -> int:
-    """Tokens in the last block: 1 to block_size, and 0 only for an empty sequence."""
-    return (tokens - 1) % block_size + 1 if tokens else 0
-
-
 def first_visible(position: int, window: int | None) -> int:
     """The first position that a query at `position` sees: a window of W holds W keys, the query's own included."""
     return 0 if window is None else max(0, position - window + 1)
-
-
-def visible_columns(position: int, window: int | None, block_size: int) -> tuple[int, int]:
-    """Columns [first, end) that a query at `position` reads."""
-    return first_visible(position, window) // block_size, position // block_size + 1
 
 
 def slots(table: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

@@ -205,9 +205,13 @@ def staging_bytes(config: EngineConfig, device: Device) -> int:
 
 def host_slots(config: EngineConfig, block_bytes: int, free: int) -> int:
     """Blocks that --swap-space holds. free: bytes of host memory that nobody holds. ConfigError if it holds
-    none, or if the host does not have it."""
+    none, if the host does not have it, or if sequences shall be swapped and there is none."""
     wanted = int(config.swap_space * 2**30)
-    if not wanted:
+    if not config.swap_space:
+        if config.preemption_mode == "swap":
+            raise ConfigError(
+                "--preemption-mode swap: there is no host memory to swap to; give --swap-space GIB, or leave the mode out"
+            )
         return 0
     if wanted < block_bytes:
         raise ConfigError(
