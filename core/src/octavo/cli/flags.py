@@ -75,13 +75,8 @@ def read(
     `defaults` are a command's own, below all three and above the field's. Raises ConfigError that
     lists every wrong setting with the place it came from.
     """
-    env = os.environ if environ is None else environ
-    flag = getattr(args, "config", None)
-    path = flag or env.get("OCTAVO_CONFIG")
     found = {name: Found(value, f"default of {name}") for name, value in (defaults or {}).items()}
-    found |= _from_file(path, f"--config {path}" if flag else f"OCTAVO_CONFIG={path}") if path else {}
-    found |= _from_environment(env)
-    found |= _from_flags(args)
+    found |= _given(args, environ)
     known = {option.name: option for option in options_of(model)}
     problems: list[str] = []
     values: dict[str, Any] = {}
@@ -101,6 +96,21 @@ def read(
             reason = next(d["msg"] for d in error.errors() if not d["loc"] or str(d["loc"][0]) == name)
             problems.append(f"{item.where}: {known[name].complain(item.value, reason) if name in known else reason}")
     raise ConfigError("\n".join(problems))
+
+
+def place(name: str, args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> str:
+    """Where a setting was given, as errors about it say: a flag, a variable, a file and its key. The flag where it was not."""
+    found = _given(args, environ).get(name)
+    return found.where if found else next(option.flag for option in _all() if option.name == name)
+
+
+def _given(args: argparse.Namespace, environ: Mapping[str, str] | None) -> dict[str, Found]:
+    """Every setting that somebody gave, from the place that wins."""
+    env = os.environ if environ is None else environ
+    flag = getattr(args, "config", None)
+    path = flag or env.get("OCTAVO_CONFIG")
+    found = _from_file(path, f"--config {path}" if flag else f"OCTAVO_CONFIG={path}") if path else {}
+    return found | _from_environment(env) | _from_flags(args)
 
 
 def _from_flags(args: argparse.Namespace) -> dict[str, Found]:

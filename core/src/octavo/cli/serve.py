@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from octavo.cli.flags import add_flags, add_model, read
+from octavo.cli.flags import add_flags, add_model, place, read
 from octavo.config import EngineConfig, ServerConfig
 
 
@@ -28,4 +28,4 @@ def run(args: argparse.Namespace) -> int:
     from octavo.server.serve import serve
 
     with Stages(quiet=server.log_format == "json") as stages:  # what reads JSON lines reads nothing else
-        return serve(engine, server, on_progress=stages.update)
+        return serve(engine, server, models_from=place("models", args), on_progress=stages.update)

@@ -15,6 +15,7 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.models import beside
 from octavo.errors import ConfigError
 
+_FLAG = "--models"
 _OPTIONS = {option.name: option for option in options_of(EngineConfig) if option.name != "model"}
 
 
@@ -26,8 +27,9 @@ class Planned:
     config: EngineConfig
 
 
-def planned(engine: EngineConfig, server: ServerConfig) -> list[Planned]:
-    """The models of a start, the default first. MODEL is left out where only `models` names any.
+def planned(engine: EngineConfig, server: ServerConfig, where: str = _FLAG) -> list[Planned]:
+    """The models of a start, the default first. MODEL is left out where only `models` names any. where: what errors call the
+    place that `models` came from.
 
     Raises ConfigError for an entry that is not understood and for a name that stands twice.
     """
@@ -35,7 +37,7 @@ def planned(engine: EngineConfig, server: ServerConfig) -> list[Planned]:
     if "model" in engine.model_fields_set or not server.models:
         found.append(Planned(server.served_model_name[0] if server.served_model_name else engine.model, engine))
     for place, entry in enumerate(server.models):
-        found.append(_one(entry, f"--models {entry}" if isinstance(entry, str) else f"models[{place}]", engine))
+        found.append(_one(entry, f"{_FLAG} {entry}" if where == _FLAG else f"{where}[{place}]", engine))
     names = [model.name for model in found] + list(server.served_model_name[1:])
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

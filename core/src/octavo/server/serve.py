@@ -40,7 +40,7 @@ from octavo.server import logs, tls
 from octavo.server.app import create_app
 from octavo.server.connection import HttpConnection
 from octavo.server.garbage import Collector
-from octavo.server.models import planned
+from octavo.server.models import Planned, planned
 from octavo.server.service import Service
 from octavo.server.tenants import Tenants
 
@@ -56,8 +56,14 @@ _STATS_SECONDS = 10.0
 OnProgress = Callable[[Progress], None]
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig, *, on_progress: OnProgress | None = None) -> int:
-    """Serve until a signal ends it; returns the exit status. Main thread only.
+def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    *,
+    models_from: str = "--models",
+    on_progress: OnProgress | None = None,
+) -> int:
+    """Serve until a signal ends it; returns the exit status. Main thread only. models_from: the place that errors about `models` name.
 
     SIGTERM or SIGINT: new requests get 503, running ones have `shutdown_timeout` seconds, then end with
     an error. A second signal ends everything at once. SIGHUP reads tenants and the TLS certificate again,
@@ -68,7 +74,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, *, on_progre
     _raise_file_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Process(engine_config, server_config, on_progress).run())
+        return runner.run(_Process(planned(engine_config, server_config, models_from), server_config, on_progress).run())
 
 
 def _raise_file_limit() -> None:
@@ -105,9 +111,8 @@ class _Http(uvicorn.Server):
 
 
 class _Process:
-    def __init__(self, engine: EngineConfig, config: ServerConfig, on_progress: OnProgress | None) -> None:
-        self._config, self._on_progress = config, on_progress
-        self._planned = planned(engine, config)
+    def __init__(self, models: list[Planned], config: ServerConfig, on_progress: OnProgress | None) -> None:
+        self._planned, self._config, self._on_progress = models, config, on_progress
         self._aliases = config.served_model_name[1:]
         self._stop, self._force = asyncio.Event(), asyncio.Event()
 
