@@ -3,11 +3,14 @@
 A step that nobody has run yet compiles one kernel after the other, each when it is first launched, while all other cores of the
 machine idle. Whoever runs such a step within `compile_ahead` launches none of its Triton kernels: each is handed to a pool of
 threads. What they would have written is zeros, so that no index leaves its table. Owns that state of Triton, which is the
-whole process's; what other threads launch meanwhile is launched.
+whole process's; what other threads launch meanwhile is launched. Triton has no interface for it: with a version whose parts are not
+those that are replaced here, kernels are compiled when they are first launched, and a warning says so.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import threading
 import time
@@ -15,19 +18,65 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton import knobs
-from triton.runtime._async_compile import AsyncCompileMode, active_mode
-from triton.runtime.jit import JITFunction
+
+log = logging.getLogger(__name__)
 
 MOST_THREADS = 16
 """A compilation holds the interpreter's lock for a good part of its time: more threads would wait for each other."""
 
 FETCHING = 0.4
 """Seconds within which a few kernels come from the cache on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What of Triton is replaced, or runs in a way that a replaced part relies on."""
+
+    jit: Any
+    mode: Any
+    active: Any
+    knobs: Any
+
+    @classmethod
+    def find(cls) -> _Parts:
+        """Raises ImportError, AttributeError or TypeError with the name of a part that is not as it is known."""
+        from triton import knobs
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+        from triton.runtime.jit import JITFunction
+
+        known = {
+            JITFunction.run: ["self", "args", "grid", "warmup", "kwargs"],
+            JITFunction._do_compile: ["self", "key", "signature", "device", "constexprs", "options", "attrs", "warmup"],
+            AsyncCompileMode.submit: ["self", "key", "compile_fn", "finalize_fn"],
+        }
+        for function, names in known.items():
+            found = list(inspect.signature(function).parameters)
+            if found != names:
+                raise TypeError(f"{function.__qualname__} takes {', '.join(found)} instead of {', '.join(names)}")
+        _ = knobs.compilation.listener, active_mode.set
+        return cls(JITFunction, AsyncCompileMode, active_mode, knobs)
+
+
+@cache
+def usable() -> bool:
+    """Whether the installed Triton is one that `compile_ahead` knows. Where not, the first call logs a warning."""
+    try:
+        _Parts.find()
+    except (ImportError, AttributeError, TypeError) as error:
+        log.warning(
+            "Triton %s: kernels cannot be compiled side by side before they are needed (%s); each is compiled when it is first "
+            "launched, so a start with an empty cache of kernels takes longer. Triton 3.6 is known to work.",
+            triton.__version__,
+            error,
+        )
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -81,9 +130,10 @@ class _Pool(ThreadPoolExecutor):
 @contextmanager
 def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
     """Within, kernels are compiled and not launched; on leaving, all of them are ready. threads: None for as many as the machine
-    has cores for this process. Raises what a compilation raised."""
-    ahead = Ahead()
-    run, make, before = JITFunction.run, JITFunction._do_compile, knobs.compilation.listener
+    has cores for this process. Raises what a compilation raised. Only where Triton is `usable`."""
+    ahead, parts = Ahead(), _Parts.find()
+    jit, compilation = parts.jit, parts.knobs.compilation
+    run, make, before = jit.run, jit._do_compile, compilation.listener
     me, counting = threading.get_ident(), threading.Lock()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -108,10 +158,10 @@ def compile_ahead(threads: int | None = None) -> Iterator[Ahead]:
             before(cache_hit=cache_hit, **rest)
 
     pool = _Pool(threads or min(MOST_THREADS, len(os.sched_getaffinity(0))))
-    JITFunction.run, JITFunction._do_compile, knobs.compilation.listener = compile_only, once, count
+    jit.run, jit._do_compile, compilation.listener = compile_only, once, count
     try:
-        with pool, AsyncCompileMode(pool), _Zeros():
+        with pool, parts.mode(pool), _Zeros():
             yield ahead
     finally:
-        JITFunction.run, JITFunction._do_compile, knobs.compilation.listener = run, make, before
-        active_mode.set(None)  # it leaves itself on where a compilation has failed
+        jit.run, jit._do_compile, compilation.listener = run, make, before
+        parts.active.set(None)  # it leaves itself on where a compilation has failed

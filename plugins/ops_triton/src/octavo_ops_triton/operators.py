@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.interfaces import OperatorParts
 
-from octavo_ops_triton.ahead import compile_ahead
+from octavo_ops_triton.ahead import compile_ahead, usable
 from octavo_ops_triton.kernels import activation, angles, draw, embedding, inputs, linear, norm, rope
 from octavo_ops_triton.launch import Launcher
 from octavo_ops_triton.matrix import HopperMatrices
@@ -43,7 +43,7 @@ class TritonOperators:
             **({("matrix", "plain"): HopperMatrices(small, launcher)} if _is_hopper(parts) else {}),
             ("route", "plain"): partial(route, launcher),
             ("experts", "plain"): grouped,
-            **({("compile_ahead", "plain"): compile_ahead} if parts.device.type == "cuda" else {}),
+            **({("compile_ahead", "plain"): compile_ahead} if parts.device.type == "cuda" and usable() else {}),
             **({("experts_fp8", "plain"): grouped} if _has_e4m3(parts) else {}),
             **{(name, "plain"): partial(function, launcher) for name, function in functions.items()},
         }
