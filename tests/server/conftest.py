@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.harness import ADMIN_KEY, API_KEYS, SMALL_KEY, Server
@@ -48,3 +49,10 @@ def server(long_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running.ready()
     finally:
         running.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    """One that keeps its connections to the shared server, with the first client key."""
+    with server.client() as client:
+        yield client
