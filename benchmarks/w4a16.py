@@ -1,13 +1,16 @@
 """4-bit matrix products of quant_awq against cuBLAS bf16 and their floor, on the shapes of Llama-3.1-8B.
 
-Every figure is microseconds: the median over replays of a captured graph that holds the product once for each of several weights
-(more bytes than the L2 holds, random values). Run from the repository's root on a GPU: python3 benchmarks/w4a16.py
+Every figure is microseconds: the median over replays of a captured graph that holds the product for each of several weights in turn
+(more bytes than the L2 holds, random values), for at least a millisecond, so that the start of the graph counts little. Before each figure
+of the table the GPU rests: after products of thousands of rows its clock stays low for a while (1.6 GHz instead of 2), and few rows would pay for it.
+Run from the repository's root on a GPU: python3 benchmarks/w4a16.py
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +38,8 @@ SHAPES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "dow
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BYTES = 400 << 20  # of weights that a figure rotates over
 REPLAYS = 7
+LENGTH = 1000.0  # microseconds that a graph takes at least
+REST = 0.15  # seconds before each figure
 VARIANT = Variant(True, False, True, 1, False)
 EXACT, ROUNDED = 2.6e-3, 4e-3  # largest errors: of a rounded result, and with rounded weights
 
@@ -64,9 +69,12 @@ class Weights:
         return Grouped(unblocked(self.words[i], self.k), scales.T, zeros.T, self.group).dequantised(torch.float64)
 
 
-def measure(op: Op, count: int) -> float:
-    """Microseconds of op(i) in a graph of i = 0 .. count - 1."""
-    return graph_time(op, count, REPLAYS)
+def measure(op: Op, count: int, rest: float = 0) -> float:
+    """Microseconds of op(i) in a graph of i = 0 .. count - 1, as many times over as `LENGTH` asks for, after `rest` seconds."""
+    torch.cuda.synchronize()
+    time.sleep(rest)
+    rounds = math.ceil(LENGTH / (count * graph_time(op, count, 1)))
+    return graph_time(lambda i: op(i % count), rounds * count, REPLAYS)
 
 
 def older_op(w: Weights, x: Tensor, shape: Shape) -> Op:
@@ -200,11 +208,11 @@ def table(seconds: float) -> None:
             for kernel, make in ways.items():
                 op, bound = make(w, x)
                 error = float((op(0).double() - want).norm() / want.norm())
-                time_us = measure(op, len(w))
+                time_us = measure(op, len(w), REST)
                 for sort in (kernel, "served") if kernel == taken else (kernel,):
                     times.setdefault((sort, m), []).append(time_us)
                 line.append(f"{kernel} {time_us:.1f}" + ("" if error < bound else f" WRONG: error {error:.1e}"))
-            blas = measure(lambda i, x=x, plain=plain: F.linear(x, plain[i % 3]), 6)  # type: ignore[misc]
+            blas = measure(lambda i, x=x, plain=plain: F.linear(x, plain[i % 3]), 6, REST)  # type: ignore[misc]
             times.setdefault(("cuBLAS", m), []).append(blas)
             say(f"{name} M {m} (floor {w.floor:.1f}): {', '.join(line)}, cuBLAS {blas:.1f}")
     sums = {key: sum(found) for key, found in times.items() if len(found) == len(SHAPES)}
