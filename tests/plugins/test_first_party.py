@@ -51,7 +51,7 @@ def test_a_part_that_is_not_installed_is_told_with_its_distribution() -> None:
 
 @pytest.mark.skipif("fp8" in discover().names("quantizer"), reason="octavo-quant-fp8 is installed")
 def test_a_weight_format_that_nobody_reads_is_told_with_its_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(PluginError, match=r"it is for octavo-quant-fp8$"):
+    with pytest.raises(PluginError, match=r"it is for octavo-quant-fp8, which is not installed$"):
         plan_engine(EngineConfig(model=str(tiny_llama(tmp_path)), quantization="fp8"), discover())
     assert main(["quantize", "fp8", str(tmp_path), "--out", str(tmp_path / "new")]) == 2
     assert "octavo-quant-fp8 has one of this name, and is not installed" in capsys.readouterr().err

@@ -278,7 +278,9 @@ def test_the_command_makes_a_checkpoint_and_says_what_it_did(
 
     monkeypatch.setattr("octavo.plugins.discover", lambda plugins=None, **kw: CATALOG)
     assert cli.main(["quantize", "fp8", "--show"]) == 0
-    assert "--set weights=..." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--set weights=channel|tensor|block " in shown
+    assert "--set kv_cache=true|false " in shown and "[default: true]" in shown and "--set window=... " in shown
     (tmp_path / "text").write_text(TEXT)
     words = ["quantize", "fp8", str(model), "--out", str(tmp_path / "out"), "--device", "cpu"]
     assert cli.main([*words, "--calibrate", str(tmp_path / "text")]) == 0

@@ -74,4 +74,9 @@ def test_a_server_is_asked_with_only_what_the_user_changed(
 def test_a_server_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert main(["chat", "m", "--url", "http://127.0.0.1:9"]) == 1
-    assert "octavo: error: http://127.0.0.1:9" in capsys.readouterr().err
+    assert "octavo: error: --url http://127.0.0.1:9: nobody answers there" in capsys.readouterr().err
+
+
+def test_an_address_without_its_scheme_is_told_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "m", "--url", "127.0.0.1:8000"]) == 2
+    assert "--url 127.0.0.1:8000: must begin with http:// or https://" in capsys.readouterr().err

@@ -41,6 +41,15 @@ print([m for m in {HEAVY} if m in sys.modules])
     assert python(code).splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("words", [["plugins", "list"], ["plugins", "explain"], ["doctor"], ["serve"], ["generate"]])
+def test_the_help_of_a_command_begins_with_its_usage_on_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Not with sixty flags of the engine in brackets."""
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--help"])
+    usage, empty, what = capsys.readouterr().out.splitlines()[:3]
+    assert usage.startswith(f"usage: octavo {' '.join(words)} ") and not empty and what
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     shown = capsys.readouterr().out

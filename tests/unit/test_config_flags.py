@@ -140,6 +140,7 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
             (["--scheduling-policy", "fcsf"], ["--scheduling-policy", "'fcsf'", "fcfs, priority", "did you mean fcfs"]),
             (["--max-model-len", "0"], ["--max-model-len", "'0'", "at least 1"]),
             (["--max-model-len", "1.5"], ["--max-model-len", "'1.5'", "an integer"]),
+            (["--kv-cache-memory-bytes", "2X"], ["--kv-cache-memory-bytes", "'2X'", "K, M, G, T (of 1024)"]),
             (["--block-size", "0"], ["--block-size", "'0'", "at least 1, or `auto`"]),
             (["--block-size", "big"], ["--block-size", "'big'", "an integer, or auto"]),
             (["--gpu-memory-utilization", "nan"], ["--gpu-memory-utilization", "'nan'", "greater than 0 and at most 1"]),

@@ -144,9 +144,7 @@ def accepts_torch_attention(needs: Needs, options: Any) -> Accept | Reject:
 def accepts_plain_weights(needs: Needs, options: Any) -> Accept | Reject:
     method = needs.facts.get("method", "")
     if method:
-        return Reject(
-            f"the format {method!r} is wanted, and this provider keeps weights as they are; it is for {readers(method)}"
-        )
+        return Reject(f"the format {method!r} is wanted, and this provider keeps weights as they are; {readers(method)}")
     return Accept(reason="the weights are not quantised")
 
 

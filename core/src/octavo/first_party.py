@@ -7,6 +7,7 @@ core imports no plugin.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import metadata
 
 PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "octavo": {},
@@ -40,5 +41,14 @@ def owner(kind: str, name: str) -> str:
 
 
 def readers(method: str) -> str:
-    """ "octavo-quant-fp8 or octavo-quant-awq": the plugins that read a weight format, or "a plugin that knows it"."""
-    return " or ".join(FORMATS.get(method, ("a plugin that knows it",)))
+    """ "it is for octavo-quant-fp8, which is not installed": who reads a weight format, and whether any of them is here."""
+    found = FORMATS.get(method)
+    if found is None:
+        return "no plugin of Octavo reads it"
+    missing = not any(map(_installed, found))
+    absent = "" if not missing else ", which is not installed" if len(found) == 1 else ", of which none is installed"
+    return f"it is for {' or '.join(found)}{absent}"
+
+
+def _installed(distribution: str) -> bool:
+    return any(True for _ in metadata.distributions(name=distribution))

@@ -29,6 +29,13 @@ def on_one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """Why a text file could not be read, without its path, which the error's own place has named."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 text: {error.reason} at byte {error.start}"
+    return f"cannot be read: {error.strerror}"
+
+
 def complaints(where: str, model: type[BaseModel], error: ValidationError) -> str:
     """One line for a pydantic error: where (in front of the option's name as it stands), what, the value seen, and the nearest option."""
     lines = []

@@ -17,6 +17,7 @@ from octavo.cli.console import Stages
 from octavo.cli.flags import add_flags, add_model, read
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.wording import unreadable
 
 
 def add_parser(subparsers: Any) -> None:
@@ -211,7 +212,7 @@ def _run_perplexity(args: argparse.Namespace) -> int:
     try:
         text = Path(args.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {args.text}: cannot be read as UTF-8 text: {error}") from error
+        raise ConfigError(f"--text {args.text}: {unreadable(error)}") from error
     from octavo.bench.perplexity import measure
 
     with Stages() as stages:

@@ -171,8 +171,10 @@ class _Remote:
                 async for line in response.aiter_lines():
                     if line.startswith("data:") and (text := _piece(line[5:].strip())):
                         yield text
+        except httpx.ConnectError as error:
+            raise OctavoError(f"--url {self._client.base_url}: nobody answers there ({error}); is the server running?") from error
         except httpx.HTTPError as error:
-            raise OctavoError(f"{self._client.base_url}: {type(error).__name__}: {error}") from error
+            raise OctavoError(f"--url {self._client.base_url}: {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -184,6 +186,8 @@ async def _remote(args: argparse.Namespace, params: SamplingParams) -> Talk:
     from octavo.bench.serve import served_model
 
     url = args.url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {args.url}: must begin with http:// or https://, as in http://127.0.0.1:8000")
     key = args.client_key or os.environ.get("OPENAI_API_KEY")
     model = args.positional_model or await asyncio.to_thread(served_model, url, key)
     headers = {"Authorization": f"Bearer {key}"} if key else {}

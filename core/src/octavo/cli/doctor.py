@@ -34,7 +34,9 @@ VERSIONS = (
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", help="Report what this machine has, and what is wrong with it.")
+    parser = subparsers.add_parser(
+        "doctor", usage="octavo doctor [--json]", description="Report what this machine has, and what is wrong with it."
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON, for a bug report.")
     parser.set_defaults(func=run)
 

@@ -154,6 +154,8 @@ class Option:
         own = reason.removeprefix("Value error, ") if reason.startswith("Value error, ") else self.allowed
         own = own if own.startswith("must") else f"must be {own}"
         hint = closest(value, self.choices) if isinstance(value, str) and self.choices else ""
+        if int in self.kinds and isinstance(value, str) and re.match(r"\d.*[^\d.]", value.strip()):
+            hint = "; a suffix is one of k, m, g, t (powers of 1000) or K, M, G, T (of 1024), as in 512M"
         return f"{shown} is not allowed; it {own}{hint}"
 
     @property

@@ -16,19 +16,35 @@ from octavo.config import EngineConfig
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("plugins", help="List plugins, and explain which parts a model would get and why.")
+    parser = subparsers.add_parser(
+        "plugins",
+        usage="octavo plugins {list,explain} ...",
+        description="List plugins, and explain which parts a model would get and why.",
+    )
     actions = parser.add_subparsers(dest="action", metavar="{list,explain}", required=True)
 
-    listing = actions.add_parser("list", help="Every provider that is installed: state and reason.")
+    listing = _action(actions, "list", "[--json] [options]", "Every provider that is installed: state and reason.")
     add_flags(listing, EngineConfig, skip=set(EngineConfig.model_fields) - {"plugins"})
     listing.add_argument("--json", action="store_true", help="Print JSON, tracebacks included.")
     listing.set_defaults(func=list_plugins)
 
-    explaining = actions.add_parser("explain", help="For every kind of part: what MODEL would get, why, and why not the others.")
+    explaining = _action(
+        actions,
+        "explain",
+        "[MODEL] [--json] [options]",
+        "For every kind of part: what MODEL would get, why, and why not the others.",
+    )
     add_model(explaining)
     add_flags(explaining, EngineConfig)
     explaining.add_argument("--json", action="store_true", help="Print JSON.")
     explaining.set_defaults(func=explain_plugins)
+
+
+def _action(actions: Any, name: str, arguments: str, line: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, usage=f"octavo plugins {name} {arguments}", description=line, help=line
+    )
+    return parser
 
 
 def list_plugins(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -23,7 +23,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError, PluginError
 from octavo.first_party import owner
 from octavo.interfaces import Quantize, QuantizeTask
-from octavo.wording import complaints, hint
+from octavo.wording import complaints, hint, unreadable
 
 FLAGS = ("revision", "device", "dtype", "model_adapter", "plugins")
 """The engine's settings that matter here."""
@@ -163,7 +163,7 @@ def _text(path: Path | None) -> str | None:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--calibrate {path}: cannot be read as UTF-8 text: {error}") from error
+        raise ConfigError(f"--calibrate {path}: {unreadable(error)}") from error
     if not text.strip():
         raise ConfigError(f"--calibrate {path}: the file is empty")
     return text
@@ -173,4 +173,20 @@ def _show(method: str, model: type[Options]) -> None:
     fields: Mapping[str, Any] = model.model_fields
     print(f"octavo quantize {method} takes" + (":" if fields else " no options."))
     for name, field in fields.items():
-        print(f"  --set {name}=...  {field.description or ''} [default: {field.default}]")
+        print(f"  --set {name}={_values(field.annotation)}  {field.description or ''} [default: {_spelt(field.default)}]")
+
+
+def _values(annotation: Any) -> str:
+    """What --set takes for a field: its words where it has some, else "..."."""
+    if annotation is bool:
+        return "true|false"
+    return "|".join(map(str, get_args(annotation))) if get_origin(annotation) is Literal else "..."
+
+
+def _spelt(value: Any) -> str:
+    """A default as --set would be given it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(str, value)) or "none"
+    return str(value)

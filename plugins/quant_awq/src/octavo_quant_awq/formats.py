@@ -184,7 +184,7 @@ def check_shape(name: str, scheme: Scheme, rows: int, inputs: int) -> int:
     if inputs % group:
         raise LoadError(
             f"{name}: its {inputs} inputs do not divide into groups of {group}; a checkpoint with a group_size of "
-            f"{_fitting(inputs)} would, or leave the module unquantised (modules_to_not_convert)"
+            f"{fitting(inputs)} would, or leave the module unquantised (modules_to_not_convert)"
         )
     if scheme.layout != "pack" and inputs % 8:
         raise LoadError(f"{name}: {inputs} inputs are not a multiple of 8, so they do not fill words of eight 4-bit numbers")
@@ -205,7 +205,8 @@ def check_shard(name: str, inputs: int, group: int, size: int) -> int:
     return inputs // size
 
 
-def _fitting(inputs: int) -> str:
+def fitting(inputs: int) -> str:
+    """ "64 or 32 or -1": the group sizes that divide so many inputs."""
     return " or ".join(str(g) for g in (128, 64, 32, -1) if g == -1 or inputs % g == 0)
 
 

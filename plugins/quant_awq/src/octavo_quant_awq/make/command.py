@@ -17,7 +17,7 @@ from octavo.model.families import DECODER_ARCHITECTURES, read_decoder
 from octavo.model.observe import calibration_windows
 from torch import Tensor
 
-from octavo_quant_awq.formats import check_shape, gemm_tensors
+from octavo_quant_awq.formats import check_shape, fitting, gemm_tensors
 from octavo_quant_awq.make.rounding import RATIOS, clip, importance, round_groups, scale_for
 from octavo_quant_awq.make.search import Scoring, Seen, Statistics
 from octavo_quant_awq.make.state import State
@@ -78,6 +78,11 @@ def _groups(model: WatchedModel, scheme: Scheme, v: tuple[int, int]) -> tuple[Gr
     for modules in model.linears:
         kept = tuple(m for m in modules if not scheme.plain(m.name))
         for m in kept:
+            if scheme.group != -1 and m.inputs % scheme.group:
+                raise QuantizeError(
+                    f"{m.name}: its {m.inputs} inputs do not divide into groups of {scheme.group}; give --group-size "
+                    f"{fitting(m.inputs)}, or leave such modules plain (--skip {'.'.join(m.name.split('.')[-2:])})"
+                )
             try:
                 check_shape(m.name, scheme, m.rows, m.inputs)
             except LoadError as error:
