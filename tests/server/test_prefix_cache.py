@@ -116,6 +116,12 @@ def test_a_pin_that_would_leave_less_than_one_context_says_so(warm: Server) -> N
     admin(warm, "POST", {"action": "unpin", "prefixes": big})
 
 
+def test_a_pin_that_fills_no_block_says_so(warm: Server) -> None:
+    (result,) = admin(warm, "POST", {"action": "pin", "prefixes": ["short"]}).json()["results"]
+    assert result["tokens"] < 16 and result["pinned"] == 0
+    assert "does not fill one KV block" in result["note"] and "would not hold" not in result["note"]
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -156,6 +156,7 @@ def test_while_the_model_loads_the_port_answers_503_and_a_signal_ends_it(start: 
     server.signal()
     assert server.process.wait(5) == 0
     assert all(gone(child) for child in children)
+    assert "stopping before the models were loaded" in server.text and server.text.endswith("octavo.server: stopped\n")
 
 
 def test_a_port_in_use_and_a_model_that_is_not_there_stop_the_start_with_a_reason(start: Start, tmp_path: Path) -> None:

@@ -91,7 +91,12 @@ def test_a_full_queue_is_429_with_a_time_to_wait_and_clears_by_itself(server: Se
 @pytest.mark.parametrize(
     ("method", "path", "body", "message"),
     [
-        ("POST", "/v1/audio/speech", {"input": "x"}, "This server has no route POST /v1/audio/speech."),
+        (
+            "POST",
+            "/v1/audio/speech",
+            {"input": "x"},
+            "This server has no route POST /v1/audio/speech; GET /docs shows those that there are.",
+        ),
         ("PUT", "/v1/completions", None, "/v1/completions takes POST, not PUT."),
         ("POST", "/v1/chat/completions", {"messages": []}, "messages: must not be empty"),
         (

@@ -132,7 +132,8 @@ def _check_int(p: SamplingParams, name: str) -> None:
     if name == "best_of":
         low = p.n
     if not _is_int(value) or not low <= value <= high:
-        raise _bad(name, f"must be an integer in [{low}, {high}], got {value!r}")
+        bound = f"in [{low}, {high}]" if high < INT64 - 1 else "of 64 bits" if low == -INT64 else f"of at least {low}"
+        raise _bad(name, f"must be an integer {bound}, got {value!r}")
 
 
 def _check(p: SamplingParams) -> None:
@@ -243,7 +244,7 @@ def check_request(prompt: list[int], params: SamplingParams, info: ModelInfo, *,
         )
         raise RequestError(
             f"This model's maximum context length is {info.max_model_len} tokens. The prompt has {len(prompt)} tokens{asked}. "
-            "Shorten the prompt or lower max_tokens.",
+            + ("Shorten the prompt or lower max_tokens." if asked else "Shorten the prompt."),
             param="max_tokens" if asked else param,
             code="context_length_exceeded",
         )

@@ -115,11 +115,15 @@ class PrefixCache:
         pinned, leave = self._pin(ids), self._allocator.blocks(self._max_model_len)
         if pinned:
             self.pins.want(ids)
-        note = "" if pinned else (
+        return Warmed(len(ids), pinned=pinned, note="" if pinned else self._why_not(len(ids), leave))
+
+    def _why_not(self, tokens: int, leave: int) -> str:
+        if self._allocator.blocks(tokens + 1) == self._allocator.blocks(1):  # not one block of it is full
+            return "it does not fill one KV block, and only whole blocks are kept: a prefix must be longer to be of use"
+        return (
             f"nothing of it is cached, or the {self._allocator.usage().total} KV blocks less all pins would not hold the {leave} "
             f"of one request of {self._max_model_len} tokens any more"
-        )  # fmt: skip
-        return Warmed(len(ids), pinned=pinned, note=note)
+        )
 
     def _pin(self, ids: np.ndarray) -> int:
         return self._allocator.pin(ids, PUBLIC, self._salt(len(ids) + 1), leave=self._allocator.blocks(self._max_model_len))

@@ -89,7 +89,7 @@ def _no_route(request: Request, headers: Mapping[str, str]) -> str:
     path, allowed = route_path(request.scope)[:100], headers.get("Allow")
     if allowed:
         return f"{path} takes {allowed}, not {request.method[:20]}."
-    return f"This server has no route {request.method[:20]} {path}."
+    return f"This server has no route {request.method[:20]} {path}; GET /docs shows those that there are."
 
 
 async def _nobody(request: Request, exc: Exception) -> Response:

@@ -136,7 +136,9 @@ class _Process:
             try:
                 log.info("Octavo %s listens on %s; loading %s", octavo.__version__, address(config, sock), ", ".join(names))
                 await self._until(self._stop, self._load(table))
-                if not self._stop.is_set():
+                if self._stop.is_set():
+                    log.info("stopping before the models were loaded")
+                else:
                     log.info("ready: %s at %s", ", ".join(state.names), address(config, sock))
                     await self._serve(state, serving)
             finally:
@@ -147,6 +149,7 @@ class _Process:
                 await self._end(table, serving)
                 if state.tracing is not None:
                     await asyncio.to_thread(state.tracing.close)
+        log.info("stopped")
         return 0
 
     async def _load(self, table: ModelTable) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from octavo.errors import ConfigError
 from octavo.wording import hint
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 _WORD = re.compile(r"[a-z_]{1,40}")
 
@@ -63,11 +64,18 @@ class TenantEntry(_Entry):
     weight: share of the engine, relative to the other tenants that have work at the same time.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str
     key: Strings = Field((), repr=False)
     key_sha256: Strings = Field((), repr=False)
     weight: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
     limits: Limits = Limits()
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError("must be 1 to 64 letters, digits, dots, dashes and underscores, the first a letter or a digit")
+        return value
 
     @model_validator(mode="after")
     def _keys(self) -> TenantEntry:
@@ -157,5 +165,5 @@ def _complaint(error: Any) -> str:
         known = Limits.model_fields if "limits" in parents else TenantEntry.model_fields
         return f"{place}: {shown} is unknown{hint(str(last), known) if _WORD.fullmatch(str(last)) else ''}"
     field = f"[{last}]" if isinstance(last, int) else f".{last}" if last else ""
-    message = error["msg"].removeprefix("Value error, ")
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     return f"{(place + field).lstrip('.')}: {message}".removeprefix(": ")
