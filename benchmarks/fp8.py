@@ -61,14 +61,14 @@ def made(scheme: Scheme) -> dict[str, list[Any]]:
     return found
 
 
-def layer(ops: dict[str, Any], linear: Linear, m: int) -> Callable[[int], Tensor]:
+def layer(ops: dict[str, Any], linear: Linear, m: int, gated: Callable[[int, Any], Any] | None = None) -> Callable[[int], Tensor]:
     x0, residual, weight = torch.randn(m, 4096).to(BF16), torch.zeros(m, 4096), torch.rand(4096)
 
     def run(i: int) -> Tensor:
         x, _ = ops["add_rms_norm"](x0, residual, weight, 1e-5)
         qkv = linear("qkv", i, x)
         x, _ = ops["add_rms_norm"](linear("o", i, qkv[:, :4096]), residual, weight, 1e-5)
-        return linear("down", i, ops["silu_mul"](linear("gate_up", i, x)))
+        return linear("down", i, gated(i, x) if gated else ops["silu_mul"](linear("gate_up", i, x)))
 
     return run
 
@@ -125,6 +125,12 @@ def main() -> None:
         def linear(name: str, i: int, x: Any, weights: dict[str, list[Any]] = weights) -> Tensor:
             return weights[name][i](x)  # type: ignore[no-any-return]
 
+        fused_gates = [getattr(one, "gated", lambda name: None)("silu") for one in weights["gate_up"]]
+
+        def gated_mlp(i: int, x: Any, gates: list[Any] = fused_gates) -> Any:
+            return gates[i](x)
+
+        gated = gated_mlp if fused_gates[0] else None
         show(f"\n{kind} (floor {floor:.1f} us a layer: " + ", ".join(f"{n} {f:.1f}" for n, f in FLOOR.items()) + ")\n")
         extra = " `_scaled_mm` layer |" if kind == "rows" else ""
         show(f"| M | layer us | beside us | linear us | of floor | qkv | o | gate_up | down |{extra}")
@@ -133,7 +139,7 @@ def main() -> None:
             if kind == "weights only" and m > 64:
                 continue
             count = LAYERS if m > 256 else LAYERS * TURNS
-            whole, rest = measure(layer(ops, linear, m), count), measure(beside(plain, m), count)
+            whole, rest = measure(layer(ops, linear, m, gated), count), measure(beside(plain, m), count)
             alone = []
             for name, (_, k) in SHAPES.items():
                 x: Any = torch.randn(m, k).to(BF16)

@@ -124,12 +124,15 @@ def test_one_row_is_left_plain_for_a_product_without_matrix_units() -> None:
     want = torch.rms_norm(x + residual, (4096,), weight, 1e-5)
     torch.testing.assert_close(found.float(), want, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(stream, x + residual)
-    for n, k in ((6144, 4096), (4096, 14336), (72, 100), (40, 9000)):
+    for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (72, 100), (40, 9000)):
         made, dense = product(n, k, Scheme("channel", "token"), BF16)
         row = torch.randn(1, k).to(BF16)
-        torch.testing.assert_close(
-            made(row).double(), row.double() @ dense.T, rtol=1e-2, atol=1e-2 * float(dense.norm()) / n**0.5
-        )
+        want = row.double() @ dense.T
+        torch.testing.assert_close(made(row).double(), want, rtol=1e-2, atol=1e-2 * float(dense.norm()) / n**0.5)
+        if (gated := made.gated("silu")) is not None:
+            gate, up = want.chunk(2, -1)
+            want = torch.nn.functional.silu(gate) * up
+            torch.testing.assert_close(gated(row).double(), want, rtol=2e-2, atol=1e-2 * float(want.norm()) / (n / 2) ** 0.5)
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -203,6 +206,7 @@ def test_captured_layers_read_nothing_before_it_is_written(m: int) -> None:
     ops = fused.TritonOperators(None, OperatorParts(DEVICE, "bfloat16")).ops
     shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
     linear = {name: product(n, k, Scheme("channel", "token"), BF16)[0] for name, (n, k) in shapes.items()}
+    gated = linear["gate_up"].gated("silu")
     x0, stream, weight = torch.empty(m, 4096, dtype=BF16), torch.empty(m, 4096), torch.rand(4096) + 0.1
 
     def two_layers(then: Callable[[], None]) -> Tensor:
@@ -220,7 +224,9 @@ def test_captured_layers_read_nothing_before_it_is_written(m: int) -> None:
         for _ in range(2):
             qkv = multiplied("qkv", op("add_rms_norm", x, stream, weight, 1e-5)[0])
             x = op("add_rms_norm", multiplied("o", qkv[:, :4096]), stream, weight, 1e-5)[0]
-            x = multiplied("down", op("silu_mul", multiplied("gate_up", x)))
+            inner = gated(x)
+            then()
+            x = multiplied("down", inner)
         return x
 
     def begin(seed: int) -> None:

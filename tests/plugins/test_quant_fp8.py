@@ -18,7 +18,7 @@ from octavo.errors import LoadError, OctavoError
 from octavo.interfaces import Activation, QuantizerParts
 from octavo.plugins import discover
 from octavo.testing.bare_model import DictWeights
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.harness import request, run
@@ -87,6 +87,22 @@ def test_plain_weights_are_quantised_while_they_load(model: Path, tmp_path: Path
     torch.testing.assert_close(
         torch.tensor(logprobs(made)), torch.tensor(logprobs(engine(tmp_path / "plain"))), rtol=0, atol=2e-4
     )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_is_quantised_where_the_options_say_so(tied: bool, tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "model", hidden_size=192, intermediate_size=200, head_dim=48, std=0.08, tie=tied)
+    plain = tmp_path / "plain"
+    write_fp8(folder, tmp_path / "fp8", "compressed-channel", plain=plain)
+    tensors = load_file(plain / "model.safetensors")
+    tensors["lm_head.weight"] = by_channel(tensors["model.embed_tokens.weight" if tied else "lm_head.weight"])[1].float()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    facts = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(facts | {"tie_word_embeddings": False}))
+    options = {"quantizer": {"fp8": {"activations": "none", "head": True}}}
+    got = torch.tensor(logprobs(engine(folder, quantization="fp8", plugins=options)))
+    torch.testing.assert_close(got, torch.tensor(logprobs(engine(plain))), rtol=0, atol=2e-4)
+    assert not torch.allclose(got, torch.tensor(logprobs(engine(folder, quantization="fp8", plugins=WEIGHTS_ONLY))), atol=1e-3)
 
 
 def test_loading_never_holds_a_second_copy(model: Path) -> None:

@@ -135,6 +135,20 @@ def one_row():
             made.scheme = Scheme("channel", "none")  # a plain row is not quantised
             torch.testing.assert_close(mine(x), ReferenceProduct(made, torch.float32)(x), rtol=2e-3, atol=1e-3)
 
+def one_gated_row():
+    for rows, k, bias in (({"gate": 20, "up": 20}, 256, True), ({"gate": 18, "up": 18}, 300, False)):
+        products.row_tile = lambda k: tiles.RowTile(8, 512, True, 4)
+        made = gathered(Scheme("channel", "token"), rows, k, bias)
+        mine, x = products.RowProduct(made, launch, torch.float32), torch.randn(1, k)
+        made.scheme = Scheme("channel", "none")  # a plain row is not quantised
+        gate, up = ReferenceProduct(made, torch.float32)(x).chunk(2, -1)
+        torch.testing.assert_close(mine.gated("silu")(x), torch.nn.functional.silu(gate) * up, rtol=2e-3, atol=1e-3)
+        x = torch.randn(3, k)
+        same(mine.gated("silu")(x), oracle["silu_mul", "fp8_token"](mine(x)))
+        assert mine.gated("gelu_tanh") is None
+        products.row_tile = lambda k: tiles.RowTile(8, 128, False, 4)  # a row that is too long to hold
+        assert mine.gated("silu") is None
+
 def weights_only():
     products.mixed_tile = lambda m, *, blocks: tiles.Tile(16, 32, 128 if blocks else 64, 1, 4, 2)
     cases = (({"a": 64}, 128, 2, False), ({"a": 40, "b": 9}, 140, 17, True), ({"a": 33}, 300, 1, True))
@@ -158,7 +172,7 @@ def block_products():
                 (({"a": 128}, 256, 2, False), ({"a": 100, "b": 60}, 140, 20, True)))
 
 found = {}
-for check in (norms, gates, inputs, row_products, one_row, weights_only, widening, block_products):
+for check in (norms, gates, inputs, row_products, one_row, one_gated_row, weights_only, widening, block_products):
     try:
         check()
         found[check.__name__] = ""
@@ -168,7 +182,7 @@ print(json.dumps(found))
 """
 )
 
-CHECKS = ("norms", "gates", "inputs", "row_products", "one_row", "weights_only", "widening", "block_products")
+CHECKS = ("norms", "gates", "inputs", "row_products", "one_row", "one_gated_row", "weights_only", "widening", "block_products")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ class GatedLinear(Protocol):
 
     def gated(self, activation: str) -> Callable[[Tensor], Tensor] | None:
         """In one kernel what the product and the operator `activation` + "_mul" do in two: x [T, in_features] ->
-        act(gate) * value [T, out_features / 2] of x's dtype. None: there is no such kernel for this activation."""
+        act(gate) * value [T, out_features / 2], in the Linear's own input format. None: there is no such kernel for this activation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ class GatedMLP:
         self.gate_up.finish()
         self.down.finish()
         fused = getattr(self.gate_up, "gated", None)
-        if fused is not None and self.down.activation == "plain":
+        if fused is not None and self.down.activation == self.gate_up.activation:
             self._gated = fused(self._name)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ to a plain input. Nothing here waits for the device, and all of it may be captur
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +17,7 @@ from octavo.interfaces import Activation
 from octavo_ops_triton.launch import Launcher, rows
 from torch import Tensor
 
-from octavo_quant_fp8.fused import PLAIN_ROWS, launcher, quantise_input, quantise_static
+from octavo_quant_fp8.fused import PLAIN_ROWS, launcher, quantise_input, quantise_static, silu_mul
 from octavo_quant_fp8.kernels.gemv import held_kernel, loop_kernel
 from octavo_quant_fp8.kernels.mixed import mixed_kernel
 from octavo_quant_fp8.kernels.product import block_kernel, product_kernel
@@ -84,6 +86,18 @@ class RowProduct:
         if q.data.shape[0] > FEW and self._library:
             return self._scaled_mm(q)
         return self._product(q)
+
+    def gated(self, activation: str) -> Callable[[Any], Tensor | Activation] | None:
+        """interfaces.GatedLinear, where the input's format is "fp8_token"."""
+        n, k = self._data.shape
+        if activation != "silu" or self.format != "fp8_token" or n % 2 or not row_tile(k).held:
+            return None
+        return self._gated
+
+    def _gated(self, x: Tensor | Activation) -> Tensor | Activation:
+        if isinstance(x, Tensor) and x.shape[0] == PLAIN_ROWS:
+            return one_row(self._launch, x, None, self._data, self._scale, self._bias, self._dtype, gated=True)
+        return silu_mul(self._launch, False, self(x))
 
     def _quantised(self, x: Tensor) -> Activation:
         if self._scheme.activation == "tensor":
@@ -187,14 +201,19 @@ class MixedProduct:
 
 
 def one_row(
-    launch: Launcher, x: Tensor, x_scale: Tensor | None, data: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """x [1, K], in 16 bits or (with x_scale) FP8, times data [N, K] with a scale a row: [1, N] of dtype."""
+    launch: Launcher, x: Tensor, x_scale: Tensor | None, data: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    *, gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [1, K], in 16 bits or (with x_scale) FP8, times data [N, K] with a scale a row: [1, N] of dtype; gated: [1, N / 2], silu of the
+    first half of them times the second (only where `row_tile` holds a row)."""
     n, k = data.shape
-    out = torch.empty(1, n, dtype=dtype, device=x.device)
     tile = row_tile(k)
-    constants = (n, k, x_scale is None, bias is not None, tile.n, tile.k)
+    out = torch.empty(1, n // 2 if gated else n, dtype=dtype, device=x.device)
     tensors = (x, scale if x_scale is None else x_scale, data, scale, scale if bias is None else bias, out)
+    constants: tuple[int, ...] = (n, k, x_scale is None)
+    if tile.held:
+        constants = (*constants, gated)
+    constants = (*constants, bias is not None, tile.n, tile.k)
     kernel = held_kernel if tile.held else loop_kernel
     launch(kernel, (triton.cdiv(n, tile.n), 1), tensors, (), constants, warps=tile.warps, stages=tile.stages)
     return out

@@ -17,18 +17,34 @@ from octavo_quant_fp8.kernels.widen import widened
 @triton.jit
 def held_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs; BK is at least K."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """BN rows of the weight; BK is at least K. GATED: the rows are gates [N / 2], then values [N / 2], and an output is silu(gate) * value."""
+    r = tl.arange(0, BN)
+    if GATED:
+        at = tl.program_id(0) * (BN // 2) + r // 2
+        n = at + r % 2 * (N // 2)
+        live = at < N // 2
+    else:
+        n = tl.program_id(0) * BN + r
+        live = n < N
     k = tl.arange(0, BK)
-    mask = (n < N)[:, None] & (k < K)[None, :]
+    mask = live[:, None]
+    if BK != K:
+        mask = mask & (k < K)[None, :]
     w = tl.load(weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+    scale = tl.load(scale_ptr + n, mask=live, other=0.0)
     begin(PDL)
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     y = tl.sum(widened(w, tl.float32) * x[None, :], 1) * scale
-    _store(y, x_scale_ptr, bias_ptr, out_ptr, n, N, PLAIN, BIAS)
+    if GATED:
+        y = _finished(y, x_scale_ptr, bias_ptr, n, live, PLAIN, BIAS)
+        gate, value = tl.split(tl.reshape(y, (BN // 2, 2)))
+        out = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+        tl.store(out_ptr + out, (gate / (1.0 + tl.exp(-gate)) * value).to(out_ptr.dtype.element_ty), mask=out < N // 2)
+    else:
+        _store(y, x_scale_ptr, bias_ptr, out_ptr, n, N, PLAIN, BIAS)
 
 
 @triton.jit
@@ -56,8 +72,14 @@ def loop_kernel(
 
 @triton.jit
 def _store(y, x_scale_ptr, bias_ptr, out_ptr, n, N: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr):
+    y = _finished(y, x_scale_ptr, bias_ptr, n, n < N, PLAIN, BIAS)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _finished(y, x_scale_ptr, bias_ptr, n, live, PLAIN: tl.constexpr, BIAS: tl.constexpr):
     if not PLAIN:
         y = y * tl.load(x_scale_ptr)
     if BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+    return y

@@ -84,12 +84,14 @@ def macros(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, int]:
     }  # fmt: skip
 
 
-def choose_shape(m: int, n: int, k: int) -> Shape | None:
-    """The block for m rows times weights [n, k]; None where another kernel is faster. From sweeps of a whole layer on an H200: for few rows
-    the fastest leave room beside them for a block of the next product, whose weights are then in flight before it begins; for more, x itself
-    needs the room."""
+def choose_shape(m: int, n: int, k: int, *, alone: bool = False) -> Shape | None:
+    """The block for m rows times weights [n, k]; None where another kernel is faster. alone: there is no other for many rows. From sweeps of a
+    whole layer on an H200: for few rows the fastest leave room beside them for a block of the next product, whose weights are then in flight
+    before it begins; for more, x itself needs the room."""
     tokens = next((t for t in TOKENS if t >= m), 0)
     wide, narrow, long = n >= 16384, n <= 4096, k >= 8192
+    if alone and m > 64:
+        return Shape(128, 2, 1, 5, 4) if m <= 128 else Shape(256, 2, 1, 4, 4)
     if not 1 < m <= TOKENS[-1] or k < 1024:
         return None
     if tokens == 256:  # enough tiles for the library, but where K is long or outputs are few
@@ -169,16 +171,17 @@ class FewRows:
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self._data, self._scale, self._bias, self._dtype = data, scale, bias, dtype
+        self._alone = dtype == torch.float32
         self._maps: dict[int, TensorMap] = {}
 
     def serves(self, m: int) -> bool:
         """Whether this is the fastest for m rows."""
-        return choose_shape(m, *self._data.shape) is not None
+        return choose_shape(m, *self._data.shape, alone=self._alone) is not None
 
     def __call__(self, q: Activation) -> Tensor:
         """q e4m3 [M, K], dense, with a scale a row -> [M, N]."""
         (m, k), n = q.data.shape, self._data.shape[0]
-        shape = choose_shape(m, n, k)
+        shape = choose_shape(m, n, k, alone=self._alone)
         assert shape is not None, f"{m} rows of {n} x {k} are another kernel's"
         if shape.box not in self._maps:
             self._maps[shape.box] = tensor_map(self._data, (128, shape.box))
