@@ -15,7 +15,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.client import EngineProcess
-from octavo.errors import AdmissionRefused, ConfigError, EngineDead, LoadError, RequestError
+from octavo.errors import Aborted, AdmissionRefused, ConfigError, EngineDead, LoadError, RequestError
 from octavo.request import SamplingParams
 from octavo.text.output import RequestOutput
 
@@ -105,6 +105,24 @@ def test_closing_a_stream_in_any_state_frees_its_blocks(tiny: Path) -> None:
         await until_idle(llm)
 
     with_llm(tiny, body, max_num_seqs=4)
+
+
+def test_an_abort_ends_the_requests_of_that_id_and_no_others(tiny: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        named = [llm.generate("hello", LONG, "twice"), llm.generate("hello", LONG, "twice")]
+        own = llm.generate("hello", LONG)
+        firsts = [await anext(stream) for stream in (*named, own)]
+        others = asyncio.create_task(collect(llm.generate("hello", LONG, "another")))
+        await llm.abort("nobody's")
+        await llm.abort("twice")
+        await llm.abort(firsts[-1].request_id)
+        for stream in (*named, own):
+            with pytest.raises(Aborted, match="was aborted"):
+                await collect(stream)
+        assert len((await others)[-1].outputs[0].token_ids) == 200
+        await until_idle(llm)
+
+    with_llm(tiny, body)
 
 
 def test_a_killed_engine_ends_every_request_with_an_error_and_nothing_hangs(tiny: Path) -> None:

@@ -58,6 +58,10 @@ class AdmissionRefused(OctavoError):
         self.message, self.code, self.retry_after = message, code, retry_after
 
 
+class Aborted(OctavoError):
+    """The request was ended before it was complete, by whoever runs the engine and not by its consumer."""
+
+
 class EngineDead(OctavoError):
     """The engine's process or loop has ended; no request can finish (HTTP 503, or an error event
     on a stream that has begun)."""

@@ -3,7 +3,7 @@
 Owns the rules and the clock. Asks the allocator and orders the executor; moves nothing itself. Called by the
 engine's loop between steps, never from another thread.
 
-The rule of the moving size, every INTERVAL seconds, by KV use (used and pinned blocks over all):
+The rule of the moving size, every --dynamic-memory-interval seconds, by KV use (used and pinned blocks over all):
 
     below 80%    utilisation up by 0.02, to at most 0.95
     above 92%    utilisation down by 0.03, to at least 0.85
@@ -28,7 +28,6 @@ ALERT_AT, ALERT_ENDS = 0.95, 0.90
 QUIET = 60.0
 """Seconds without another alert before the next is logged as a warning: a busy cache crosses the line all the time."""
 
-INTERVAL = 30.0
 GROW_BELOW, GROW_BY = 0.80, 0.02
 SHRINK_ABOVE, SHRINK_BY = 0.92, 0.03
 
@@ -64,7 +63,7 @@ class PoolGovernor:
         executor: Executor,
         range_: PoolRange,
         clock: Callable[[], float],
-        interval: float = INTERVAL,
+        interval: float,
     ) -> None:
         self._allocator, self._executor, self._range = allocator, executor, range_
         self._clock, self._interval = clock, interval

@@ -64,7 +64,7 @@ def _inherited(name: str) -> bool:
 
 
 class ModelTable:
-    """Made empty. `start` starts an engine; `on_engine(model)` is told of every engine that begins to serve.
+    """Made empty. `start` starts an engine; whoever `on_engine` was given is called with every model whose engine begins to serve.
 
     Engines load one after the other: each measures what memory the others have left. Errors: ConfigError
     for what the caller can mend (nothing has changed then), UnknownModel for a name that there is not.

@@ -23,7 +23,7 @@ from octavo.engine.orders import Orders
 from octavo.engine.prefixes import Prefix, Warmed, read_prefixes
 from octavo.engine.streams import Prompt, Stream, prompt_parts
 from octavo.engine.totals import Totals
-from octavo.errors import AdmissionRefused, ConfigError, EngineDead, LoadError, RequestError
+from octavo.errors import Aborted, AdmissionRefused, ConfigError, EngineDead, LoadError, RequestError
 from octavo.model.source import ModelSource, resolve_source
 from octavo.request import EngineStats, Event, Events, ModelInfo, Request, SamplingParams, check_request
 from octavo.text.chat import Messages, compile_template, render_chat
@@ -178,7 +178,7 @@ class OneModel:
             deadline=deadline,
             weight=weight,
         )
-        stream = Stream(delta)
+        stream = Stream(own_id if request_id is None else request_id, delta)
         self._streams[own_id] = stream
         self._idle.clear()
         self._processor.add(request, text, delta)
@@ -188,7 +188,7 @@ class OneModel:
             while not finished:
                 output = await stream.next()
                 finished = output.finished
-                output.request_id = own_id if request_id is None else request_id
+                output.request_id = stream.shown
                 yield output
         finally:
             self._forget(own_id, abort=not finished)
@@ -225,8 +225,10 @@ class OneModel:
         return await asyncio.to_thread(render_chat, self.tokenizer, messages, **options)
 
     async def abort(self, request_id: str) -> None:
-        """End a request by the id its outputs carry (its own, where none was given)."""
-        self._end_stream(request_id, None)
+        """End every live request whose outputs carry this id: its consumer gets Aborted. Ids that nothing carries are ignored."""
+        for stream in self._streams.values():
+            if stream.shown == request_id:
+                stream.fail(Aborted(f"request {request_id!r} was aborted"))
 
     # ------------------------------------------------------------ the prefix cache
 
@@ -300,7 +302,8 @@ class OneModel:
             self._on_step(body)
         elif kind == messages.REFUSED:
             refusal = AdmissionRefused(body.message, code=body.code, retry_after=body.retry_after)
-            self._end_stream(body.request_id, refusal)
+            if (stream := self._streams.get(body.request_id)) is not None:
+                stream.fail(refusal)
         else:  # PREFIX_STATE, RESIZED
             self._orders.take(body)
 
@@ -323,10 +326,6 @@ class OneModel:
         self.alive, self.dead_reason = False, reason
         self._fail_all(EngineDead(reason))
         self.died.set()
-
-    def _end_stream(self, own_id: str, error: Exception | None) -> None:
-        if (stream := self._streams.get(own_id)) is not None:
-            stream.fail(error or EngineDead("the request was aborted"))
 
     def _fail_all(self, error: Exception) -> None:
         for stream in list(self._streams.values()):

@@ -24,7 +24,6 @@ from octavo.transfer import to_device
 LOGITS_AT_ONCE = 256
 """Prompt positions whose logits are held at a time while prompt logprobs are computed."""
 
-
 Copies = tuple[int, np.ndarray, np.ndarray]
 """An entry of Batch.copies."""
 

@@ -27,7 +27,6 @@ CUDA_FIXED_BYTES = 512 << 20
 """Library workspaces and captured graphs, roughly, on any GPU. The CUDA context is not in it: it exists
 when free memory is measured."""
 
-
 LEAST_UTILIZATION, MOST_UTILIZATION = 0.85, 0.95
 """Bounds of the utilisation by which a pool that changes its size is sized."""
 

@@ -35,10 +35,10 @@ def prompt_parts(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 
 class Stream:
     """At most one pending output: what comes before the consumer looks is merged into it (deltas) or
-    replaced by it (everything so far)."""
+    replaced by it (everything so far). shown: the id that its outputs carry."""
 
-    def __init__(self, delta: bool) -> None:
-        self._delta = delta
+    def __init__(self, shown: str, delta: bool) -> None:
+        self.shown, self._delta = shown, delta
         self._pending: RequestOutput | None = None
         self._error: Exception | None = None
         self._news = asyncio.Event()

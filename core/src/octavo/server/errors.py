@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from octavo.errors import AdmissionRefused, EngineDead, OctavoError, RequestError, UnknownModel
+from octavo.errors import Aborted, AdmissionRefused, EngineDead, OctavoError, RequestError, UnknownModel
 
 log = logging.getLogger("octavo.server")
 
@@ -25,8 +25,8 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    408: "timeout_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -122,7 +122,7 @@ def to_api_error(exc: BaseException, request_id: str = "") -> ApiError:
                 code="deadline_exceeded",
                 headers={"x-should-retry": "false"},
             )
-        case Cut():
+        case Cut() | Aborted():
             return ApiError(503, str(exc), code="aborted")
         case GenerationFailed():
             return ApiError(500, str(exc), code="generation_failed")

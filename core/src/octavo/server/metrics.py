@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from octavo.engine.memory import ALERT_AT
 from octavo.request import EngineStats, ModelInfo
 from octavo.server.counts import Counts, Histogram
 from octavo.server.gpu import Gpu, Gpus
@@ -23,7 +24,6 @@ from octavo.server.watch import LoopWatch
 
 ENGINE = "0"
 LABELS = ["model_name", "engine"]
-KV_ALERT = 0.95  # used part of the KV cache from which `octavo_kv_cache_high` is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ GAUGES: tuple[Gauge, ...] = (
         "kv_cache_high",
         (),
         "1 from 95% use of the KV blocks on, until it is below 90%.",
-        lambda v: float(v.stats.kv_alert or v.stats.kv_usage >= KV_ALERT),
+        lambda v: float(v.stats.kv_alert or v.stats.kv_usage >= ALERT_AT),
     ),
     ("kv_blocks_free", (), "KV blocks that a request could take now.", lambda v: v.stats.free_blocks),
     ("kv_blocks", (), "KV blocks of the pool.", lambda v: v.stats.total_blocks or (v.info.num_blocks if v.info else 0)),

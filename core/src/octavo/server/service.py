@@ -16,7 +16,7 @@ from starlette.requests import Request
 from octavo.config import ServerConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.models import ModelTable
-from octavo.engine.served import Lease, Served
+from octavo.engine.served import RETRY_SECONDS, Lease, Served
 from octavo.errors import AdmissionRefused, UnknownModel
 from octavo.request import EngineStats
 from octavo.server.counts import Counts
@@ -115,7 +115,7 @@ class Service:
 
     def _refuse_unloaded(self) -> None:
         if not self._loaded:
-            raise ApiError(503, "The model is still loading.", code="loading", headers={"Retry-After": "2"})
+            raise ApiError(503, "The model is still loading.", code="loading", headers={"Retry-After": f"{RETRY_SECONDS:g}"})
 
     def load(self) -> dict[str, float]:
         """The answer of GET /load, over all models."""
