@@ -21,11 +21,8 @@ DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _PREFERRED_CARVEOUT = 8, 9  # CUfunction_attribute: ..._SHARED_SIZE_BYTES, ..._SHARED_MEMORY_CARVEOUT
-_UNSIGNED, _SWIZZLE_128B, _PROMOTE_256B = (
-    {1: 0, 2: 1},
-    3,
-    3,
-)  # CUtensorMapDataType by bytes, CUtensorMapSwizzle, CUtensorMapL2promotion
+_DATA_TYPES = {1: 0, 2: 1}  # bytes of an element -> CUtensorMapDataType, unsigned integers
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
 _ALWAYS_ALLOWED = 48 << 10  # bytes of shared memory that need no permission
 
 
@@ -62,7 +59,7 @@ def tensor_map(matrix: Tensor, box: tuple[int, int]) -> TensorMap:
     made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
     (rows, columns), size = matrix.shape, matrix.element_size()
     status = driver().cuTensorMapEncodeTiled(
-        ctypes.byref(made), _UNSIGNED[size], 2, ctypes.c_void_p(matrix.data_ptr()), (ctypes.c_uint64 * 2)(columns, rows),
+        ctypes.byref(made), _DATA_TYPES[size], 2, ctypes.c_void_p(matrix.data_ptr()), (ctypes.c_uint64 * 2)(columns, rows),
         (ctypes.c_uint64 * 1)(size * matrix.stride(0)), (ctypes.c_uint32 * 2)(*box), (ctypes.c_uint32 * 2)(1, 1),
         0, _SWIZZLE_128B, _PROMOTE_256B, 0,
     )  # fmt: skip
