@@ -67,3 +67,9 @@ def test_the_command_prints_a_table_and_draws_a_plot(tmp_path: Path, capsys: pyt
     assert main([*words, "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["requests"] == 400 and len(run["curves"]["usage"]) > 1
+
+
+def test_a_load_that_ends_before_it_is_steady_is_refused_with_a_number_that_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "memory", "--mix", "chat", "--requests", "60", "--block-size", "16"]) == 2
+    assert "--requests 60: all were sent before the first 20 steps" in capsys.readouterr().err
+    assert main(["bench", "memory", "--mix", "chat", "--requests", "1000", "--block-size", "16"]) == 0

@@ -138,11 +138,12 @@ class _World:
         self._served = dict.fromkeys(TENANTS, 0)
         self._open: dict[str, tuple[str, int]] = {}  # of live requests: tenant and tokens
         self._waits: list[float] = []
-        self._steps = 0
+        self._steps = self._requests = 0
 
     def serve(self, requests: int) -> None:
         """Send that many requests, and step until all have ended."""
         arrivals = {name: self._arrivals(name) for name in TENANTS}
+        self._requests = requests
         while requests or self._scheduler.unfinished:
             for name, weight in TENANTS.items():
                 tenant = self._scheduler._order.shares.of(name, weight)
@@ -193,7 +194,8 @@ class _World:
     def figures(self) -> dict[str, Any]:
         if not self._samples:
             raise ConfigError(
-                "too few requests: all have been sent before all tenants wait; raise --requests or lower --max-num-seqs"
+                f"--requests {self._requests}: all were sent before the first {RAMP} steps were over, from which on the load is "
+                "steady and counts; raise it (1000 is enough with the other defaults) or lower --max-num-seqs"
             )
         usage, waste, holds = np.array(self._samples).T
         stats = self._scheduler.stats()
