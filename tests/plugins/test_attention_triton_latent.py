@@ -67,7 +67,7 @@ def test_what_is_taken_and_by_which_kernel(
         (
             Device("cuda", name="A100", capability=(8, 0)),
             {"kv": "float8_e4m3fn"},
-            "kv_dtype float8_e4m3fn needs compute capability 8.9",
+            "kv_dtype float8_e4m3fn needs CUDA capability 8.9",
         ),
         (H200, {"kv": "float16"}, "kv_dtype float16 with bfloat16 queries"),
         (H200, {"kind": "full"}, "KV caches are full"),

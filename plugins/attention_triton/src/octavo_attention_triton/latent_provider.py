@@ -48,7 +48,7 @@ def accepts(needs: Needs, options: Any) -> Accept | Reject:
         return Reject(f"dtype {needs.dtype}: queries must be one of {', '.join(DTYPES)}")
     kv = facts.get("kv_dtype") or needs.dtype
     if kv in FLOAT8 and device.capability < (8, 9):
-        return Reject(f"kv_dtype {kv} needs compute capability 8.9 or later; {device.name!r} has {device.capability}")
+        return Reject(f"kv_dtype {kv} needs CUDA capability 8.9, the device has {device.capability[0]}.{device.capability[1]}")
     if kv != needs.dtype and kv not in FLOAT8:
         return Reject(
             f"kv_dtype {kv} with {needs.dtype} queries: a latent cache has the queries' dtype here, or is one of {', '.join(FLOAT8)}"
