@@ -6,17 +6,20 @@ Every number from the command line is checked, and names, defaults and help live
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from octavo import LLM
 from octavo.cli import reference
-from octavo.cli.flags import MODELS, NOT_SERVED, Parser, add_flags, add_model, read
+from octavo.cli.flags import MODELS, SHORT, Parser, add_flags, add_model, read
 from octavo.cli.options import Option, options_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError
+from octavo.wording import NOT_SERVED
 from pydantic import ValidationError
 
 ALL = [option for model in MODELS for option in options_of(model)]
@@ -221,14 +224,23 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
 
-    @pytest.mark.parametrize("flag", sorted(NOT_SERVED))
-    def test_a_flag_of_vllm_that_is_not_served_is_refused_with_the_reason(
-        self, flag: str, capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize("name", sorted(NOT_SERVED))
+    def test_a_setting_of_vllm_that_is_not_served_is_refused_with_the_reason_wherever_it_stands(
+        self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with pytest.raises(SystemExit):
-            parse(flag, "2")
-        assert f"{flag} is not supported: " in capsys.readouterr().err
-        assert flag not in {option.flag for option in ALL}
+        flag, refused = f"--{name.replace('_', '-')}", f" is not supported: {NOT_SERVED[name]}; leave it out"
+        for word in (flag, *(short for short, long in SHORT.items() if long == flag)):
+            with pytest.raises(SystemExit):
+                parse(word, "2")
+            assert word + refused in capsys.readouterr().err
+        with pytest.raises(ConfigError, match=f"OCTAVO_{name.upper()}{re.escape(refused)}"):
+            engine(env={f"OCTAVO_{name.upper()}": "2"})
+        (tmp_path / "octavo.yaml").write_text(f"{flag[2:]}: 2\n")
+        with pytest.raises(ConfigError, match=f"octavo.yaml: {flag[2:]}{re.escape(refused)}"):
+            engine("--config", str(tmp_path / "octavo.yaml"))
+        with pytest.raises(ConfigError, match=f"LLM.{name}{re.escape(refused)}"):
+            LLM("demo", **{name: 2})
+        assert name not in {option.name for option in ALL}
 
     @pytest.mark.parametrize(
         "name", ["OCTAVO_SERVICE_HOST", "OCTAVO_SERVICE_PORT_HTTP", "OCTAVO_PORT_8000_TCP", "OCTAVO_PORT_8000_TCP_ADDR"]

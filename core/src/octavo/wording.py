@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
+
+_ONE_DEVICE = "a model runs on one device (more devices: a server for each, behind a balancer)"
+NOT_SERVED: Mapping[str, str] = {
+    "tensor_parallel_size": _ONE_DEVICE,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": _ONE_DEVICE,
+    "distributed_executor_backend": _ONE_DEVICE,
+    "tool_call_parser": "there is no tool calling yet",
+    "enable_auto_tool_choice": "there is no tool calling yet",
+    "reasoning_parser": "a model's reasoning is part of its text",
+    "enable_lora": "there are no adapters (merge them into a checkpoint)",
+    "speculative_config": "every token is drawn from the model itself",
+    "cpu_offload_gb": "weights stay on the device (--swap-space is for the KV cache)",
+    "generation_config": "what a client leaves out has the API's default, whatever the checkpoint recommends",
+    "enable_log_requests": "every request is a line of the log already",
+    "hf_token": "the hub's own variable HF_TOKEN has it",
+    "download_dir": "the hub's own variable HF_HOME says where its cache lies",
+}
+"""vLLM's settings that scripts bring along and that mean nothing here, with the reason: unknown is not the word for them."""
+
+
+def not_served(name: str) -> str:
+    """The end of an error about a setting of vLLM's that is none here (in any spelling: flag or key), or "" for others."""
+    reason = NOT_SERVED.get(name.lstrip("-").replace("-", "_"))
+    return f" is not supported: {reason}; leave it out" if reason else ""
 
 
 def normalise(distribution: str) -> str:
@@ -36,12 +61,15 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
     return f"cannot be read: {error.strerror}"
 
 
-def complaints(where: str, model: type[BaseModel], error: ValidationError) -> str:
-    """One line for a pydantic error: where (in front of the option's name as it stands), what, the value seen, and the nearest option."""
+def complaints(where: str, model: type[BaseModel], error: ValidationError, *, engine: bool = False) -> str:
+    """One line for a pydantic error: where (in front of the option's name as it stands), what, the value seen, and the nearest
+    option. engine: the options are an engine's, among which those of vLLM's may be."""
     lines = []
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
+        if engine and item["type"] == "extra_forbidden" and (why := not_served(key)):
+            lines.append(f"{where}{key}{why}")
+        elif item["type"] == "extra_forbidden":
             lines.append(f"{where}{key}: unknown option{hint(key, model.model_fields)}")
         else:
             said = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)

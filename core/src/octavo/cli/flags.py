@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from octavo.cli.options import Option, closest, options_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError
-from octavo.wording import on_one_line
+from octavo.wording import not_served, on_one_line
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -135,7 +135,8 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, Found]:
         if key == "OCTAVO_PORT" and re.match(r"(tcp|udp|sctp)://", value):
             continue  # Kubernetes again: the address of a Service named `octavo`, never a port number
         if key not in known:
-            problems.append(f"{key}: unknown environment variable{closest(key, known)}")
+            why = not_served(key.removeprefix("OCTAVO_").lower())
+            problems.append(f"{key}{why}" if why else f"{key}: unknown environment variable{closest(key, known)}")
         elif value == "":
             problems.append(f"{key}: is set but empty; unset it or give it a value")
         else:
@@ -163,7 +164,10 @@ def _from_file(path: str, where: str) -> dict[str, Found]:
     for key, value in content.items():
         option = known.get(str(key).replace("_", "-"))
         if option is None:
-            problems.append(f"{path}: unknown setting {key!r}{closest(str(key).replace('_', '-'), known)}")
+            why = not_served(str(key))
+            problems.append(
+                f"{path}: " + (f"{key}{why}" if why else f"unknown setting {key!r}{closest(str(key).replace('_', '-'), known)}")
+            )
         elif option.name in found:
             problems.append(f"{path}: {option.key} is set twice")
         elif value is not None:
@@ -191,14 +195,8 @@ def _all() -> list[Option]:
     return [option for model in MODELS for option in options_of(model)]
 
 
-_ONE_DEVICE = "a model runs on one device; leave the flag out (more devices: a server for each, behind a balancer)"
-_NO_TOOLS = "there is no tool calling yet; leave the flag out"
-NOT_SERVED = {
-    **dict.fromkeys(("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size"), _ONE_DEVICE),
-    **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice"), _NO_TOOLS),
-    "--reasoning-parser": "a model's reasoning is part of its text; leave the flag out",
-}
-"""vLLM's flags that scripts bring along and that mean nothing here, with the reason: unknown is not the word for them."""
+SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+"""vLLM's short flags that are not served."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -236,8 +234,8 @@ class Parser(argparse.ArgumentParser):
         flags = [text for action in self._actions for text in action.option_strings]
         named = [text.split("=", 1)[0] for text in extra if text.startswith("-")]
         for flag in named:
-            why = NOT_SERVED.get(flag)
-            yield f"{flag} is not supported: {why}" if why else f"unknown flag {flag}{closest(flag, flags)}"
+            why = not_served(SHORT.get(flag, flag))
+            yield f"{flag}{why}" if why else f"unknown flag {flag}{closest(flag, flags)}"
         if not named:
             yield f"too many arguments: {' '.join(map(json.dumps, extra))} (a flag that takes several values is repeated for each)"
 

@@ -35,7 +35,7 @@ class LLM:
         try:
             config = EngineConfig(model=model, **{"max_num_queued_reqs": 0, **options})
         except ValidationError as error:
-            raise ConfigError(complaints("LLM.", EngineConfig, error)) from error
+            raise ConfigError(complaints("LLM.", EngineConfig, error, engine=True)) from error
         prefixes = read_prefixes(config.warm_prefixes) if config.warm_prefixes else []
         plan = plan_engine(config, discover(config.plugins))
         self.config = config
