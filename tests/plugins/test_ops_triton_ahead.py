@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -102,6 +103,34 @@ def test_another_triton_is_named_in_one_warning_and_left_alone(
 def test_a_triton_with_the_known_parts_is_used_without_a_word(ahead: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert ahead(known()).usable()
     assert not caplog.records
+
+
+def test_what_a_kernel_would_have_written_is_zeros_without_the_import_of_a_compiler() -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2] / "plugins" / "ops_triton" / "src")!r})
+from tests.plugins.test_ops_triton_ahead import known
+sys.modules.update(known())
+import torch
+from octavo_ops_triton.ahead import _Zeros
+like = torch.ones(3)
+
+def made():
+    return torch.stack([torch.empty(3), torch.empty_like(like), torch.empty_strided((3,), (1,)), like.new_empty(3), like.new_empty_strided((3,), (1,))])
+
+with _Zeros():
+    assert not made().any()
+assert "torch._dynamo" not in sys.modules
+
+for name in known():
+    del sys.modules[name]
+torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
+assert made().isnan().all()
+with _Zeros():
+    assert not made().any()
+assert like.all()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

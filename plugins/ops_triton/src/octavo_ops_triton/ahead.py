@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 log = logging.getLogger(__name__)
 
@@ -95,18 +95,14 @@ class Ahead:
         return len(self.started) == self.fetched > 0
 
 
-class _Zeros(TorchDispatchMode):
-    """New tensors hold zeros."""
+class _Zeros(TorchFunctionMode):
+    """New tensors hold zeros. Not a TorchDispatchMode: entering one imports torch._dynamo, which took 5.3 s of a start."""
 
-    EMPTY = (
-        torch.ops.aten.empty.memory_format,
-        torch.ops.aten.empty_strided.default,
-        torch.ops.aten.empty_like.default,
-        torch.ops.aten.new_empty.default,
-        torch.ops.aten.new_empty_strided.default,
+    EMPTY = frozenset(
+        (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
     )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         return out.zero_() if func in self.EMPTY else out
 
