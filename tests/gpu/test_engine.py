@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.engine.harness import alone, make_engine, request, run  # noqa: E402
+from tests.gpu.greedy import check_tokens  # noqa: E402
+from tests.tiny import tiny_llama  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,3 +160,23 @@ def test_logits_of_all_sizes_lie_in_one_place_and_are_those_of_their_own_step(tm
         for event, same in zip(one.events, other.events, strict=True):
             for mine, its in zip(event.logprobs or [], same.logprobs or [], strict=True):
                 assert mine.top_ids[:2] == its.top_ids[:2] and abs(mine.logprob - its.logprob) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("torch", "float32"), ("triton", "float32"), ("triton", "bfloat16"), ("cupy", "bfloat16")]
+)
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_spread_e5m2_keys_give_the_torch_reference_s_answer(tmp_path: Path, backend: str, dtype: str, eager: bool) -> None:
+    """Prompts, chunks, decode steps and prefix hits over an e5m2 cache; the reference is the CPU in float32, on the same device in 16 bits."""
+    if backend != "torch":
+        pytest.importorskip(f"octavo_attention_{backend}")
+        pytest.importorskip(backend)
+    path = tiny_llama(tmp_path / "qk", head_dim=64, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    shared = {"dtype": dtype, "kv_cache_dtype": "fp8_e5m2", "num_gpu_blocks_override": 64, "block_size": 64}
+    reference = make_engine(path, **shared) if dtype == "float32" else gpu_engine(path, attention_backend="torch", **shared)
+    gpu = gpu_engine(path, attention_backend=backend, enforce_eager=eager, max_num_batched_tokens=64, max_num_seqs=8, **shared)
+    assert gpu.explain["values"]["kv_cache_spread"]["value"] == "on"
+    for _ in range(2):  # the second time, prefixes are cached
+        together = run(gpu, [request(gpu, str(i), p, max_tokens=24, ignore_eos=True) for i, p in enumerate(PROMPTS)])
+        for i, prompt in enumerate(PROMPTS):
+            check_tokens(reference, {"prompt": prompt, "max_tokens": 24, "ignore_eos": True}, together[str(i), 0].tokens, dtype)

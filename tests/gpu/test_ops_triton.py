@@ -88,6 +88,34 @@ def test_qk_norm_and_rope_in_place_beside_v(
     assert torch.equal(wide[:, heads:], v)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dim", "rotary", "normed"),
+    [
+        (BF16, 24, 128, 128, True),
+        (BF16, 40, 128, 128, False),
+        (BF16, 12, 64, 64, False),
+        (FP16, 9, 96, 40, True),
+        (FP32, 3, 80, 32, False),
+        (FP32, 3, 112, 112, True),
+        (BF16, 5, 192, 64, False),
+        (BF16, 10, 256, 256, True),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 37, 700])
+def test_heads_are_spread_alone_and_behind_norm_and_rope(
+    ops: dict[str, Any], dtype: torch.dtype, heads: int, dim: int, rotary: int, normed: bool, tokens: int
+) -> None:
+    wide = torch.randn(tokens, heads + 3, dim).to(dtype)
+    x, before = wide[:, :heads], wide.clone()
+    near(ops["spread"](x), oracle.spread(x.double()))
+    turn = torch.randn(tokens, 1, rotary // 2) * 9
+    cos, sin = torch.cat((turn.cos(),) * 2, -1).to(dtype), torch.cat((-turn.sin(), turn.sin()), -1).to(dtype)
+    weight = torch.randn(heads, dim).to(dtype) if normed else None
+    want = oracle.qk_norm_rope_spread(x.double(), None if weight is None else weight.double(), 1e-6, cos.double(), sin.double())
+    near(ops["qk_norm_rope_spread"](x, weight, 1e-6, cos, sin), want)
+    assert torch.equal(wide, before)
+
+
 @pytest.mark.parametrize(("dtype", "size"), [(BF16, 3072), (FP16, 1000), (FP32, 1536)])
 def test_silu_mul(ops: dict[str, Any], dtype: torch.dtype, size: int) -> None:
     x = (torch.randn(9, 2 * size) * 4).to(dtype)

@@ -58,6 +58,18 @@ def rope():
         near(ops["qk_norm_rope"](x, weight, 1e-5, cos, sin), want)
         assert torch.equal(wide[:, heads:], rest), "the values beside q and k have changed"
 
+def spreading():
+    for heads, dim, rotary, normed in ((10, 16, 16, True), (3, 24, 8, True), (3, 24, 16, False), (9, 8, 8, False), (2, 96, 96, True)):
+        wide = torch.randn(2, heads + 2, dim)
+        x, before = wide[:, :heads], wide.clone()
+        near(ops["spread"](x), oracle.spread(x))
+        turn = torch.randn(2, 1, rotary // 2)
+        cos, sin = torch.cat((turn.cos(),) * 2, -1), torch.cat((-turn.sin(), turn.sin()), -1)
+        weight = torch.randn(heads, dim) if normed else None
+        want = oracle.qk_norm_rope_spread(x.clone(), weight, 1e-5, cos, sin)
+        near(ops["qk_norm_rope_spread"](x, weight, 1e-5, cos, sin), want)
+        assert torch.equal(wide, before), "written in place"
+
 def angles():
     positions = torch.tensor([0, 1, 257, 70001, 2**20 - 1, 5, 6, 7, 8])
     for frequencies in (torch.rand(1, 12), torch.rand(9, 12)):
@@ -160,7 +172,7 @@ def constants():
             raise AssertionError(f"{names} are taken for the kernel's constants")
 
 found = {}
-for check in (constants, norms, rope, angles, inputs, activation, embedding, linear, draw_equals_the_definition, draw_greedy_and_failures, draw_follows_the_softmax):
+for check in (constants, norms, rope, spreading, angles, inputs, activation, embedding, linear, draw_equals_the_definition, draw_greedy_and_failures, draw_follows_the_softmax):
     try:
         check()
         found[check.__name__] = ""
@@ -174,6 +186,7 @@ CHECKS = (
     "constants",
     "norms",
     "rope",
+    "spreading",
     "angles",
     "inputs",
     "activation",

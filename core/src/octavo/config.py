@@ -69,6 +69,12 @@ class EngineConfig(_Config):
         "Precision of the KV cache: `fp8_e4m3`, `fp8_e5m2` or a torch dtype; `auto` is the checkpoint's, else the model's.",
         group="cache",
     )
+    kv_cache_spread: Literal["auto", "always", "never"] = _field(
+        "auto",
+        "Spread queries and keys over the channels of a head before an FP8 cache rounds the keys: halves the error of scores and "
+        "costs a kernel a layer; `auto` does so for `fp8_e5m2`.",
+        group="cache",
+    )
     gpu_memory_utilization: float = _field(0.9, "Share of the device's memory to use.", group="cache", gt=0, le=1)
     kv_cache_memory_bytes: int | None = _field(None, "Size of the KV cache, instead of a share of memory.", group="cache", ge=1)
     memory_share: float | None = _field(

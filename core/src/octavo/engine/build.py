@@ -250,9 +250,12 @@ def _model(
     )
     backend = plan.attention.create(AttentionParts(plan.device, plan.dtype))
     layers: dict[int, AttentionLayer] = {}
+    spread = {i for g in plan.groups if plan.spread_keys and g.spec.kind != "latent" for i in g.layers}
 
     def attention(layer: AttentionLayer) -> PagedAttention:
         layers[layer.index] = layer
+        if layer.index in spread:
+            return PagedAttention(layer, backend, operators("qk_norm_rope_spread"), operators("spread"))
         return PagedAttention(layer, backend, operators("qk_norm_rope"))
 
     adapter = plan.model.create(None)

@@ -28,6 +28,7 @@ def explain(plan: Plan) -> dict[str, Any]:
         "threads": plan.threads.count if plan.threads else None,
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.kv_dtype,
+        "kv_cache_spread": "on" if plan.spread_keys else None,
         "rope": dict(rope_parameters(plan.source.config)) if "rope" in plan.why else None,
         "max_model_len": plan.limits.max_model_len,
         "max_num_seqs": plan.limits.max_num_seqs,

@@ -65,7 +65,8 @@ class Plan:
 
     dtype is the model's, kv_dtype the cache's (torch names). groups are the KV groups at block_size,
     laid out by the chosen attention backend. threads is None on a GPU. elastic: how the pool's size moves, None
-    if it stays; host_slots: blocks that the swap space holds.
+    if it stays; host_slots: blocks that the swap space holds. spread_keys: whether keys are spread before a float8 cache rounds
+    them (`octavo.model.spread`); those of latent caches never are.
     """
 
     config: EngineConfig
@@ -90,6 +91,7 @@ class Plan:
     operators: OperatorDecision
     elastic: PoolRange | None = None
     host_slots: int = 0
+    spread_keys: bool = False
     why: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -151,6 +153,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     executor = catalog.resolve("executor", needs("executor", devices=1), config.executor)
     quantizer = _quantizer(config, catalog, source, architecture, needs)
     kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype, quantizer.accept.preferences.get("kv_cache_dtype"))
+    spread_keys, why["kv_cache_spread"] = _spread_keys(config.kv_cache_spread, kv_dtype)
     model = catalog.resolve("model", needs("model", architecture=architecture, config=source.config), config.model_adapter)
     adapter = model.create(None)
     facts = _facts(adapter, source, dtype, kv_dtype)
@@ -204,6 +207,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         sizing=sizing,
         elastic=elastic,
         host_slots=slots,
+        spread_keys=spread_keys,
         model=model,
         quantizer=quantizer,
         attention=attention,
@@ -305,6 +309,21 @@ def _kv_dtype(asked: str, dtype: str, stored: str | None = None) -> tuple[str, s
         return KV_DTYPES[asked], "named in the configuration"
     except KeyError:
         raise ConfigError(f"--kv-cache-dtype {asked}: must be auto or one of {', '.join(KV_DTYPES)}") from None
+
+
+def _spread_keys(asked: str, kv_dtype: str) -> tuple[bool, str]:
+    """Whether keys are spread before the cache rounds them, and why."""
+    if not kv_dtype.startswith("float8"):
+        if asked == "always":
+            raise ConfigError(
+                f"--kv-cache-spread always: the KV cache is {kv_dtype}, whose rounding needs no help; give --kv-cache-dtype fp8_e4m3 or fp8_e5m2"
+            )
+        return False, f"nothing to gain in {kv_dtype}"
+    if asked != "auto":
+        return asked == "always", "named in the configuration"
+    if kv_dtype == "float8_e5m2":
+        return True, "e5m2 has two bits of mantissa: without it, scores have twice e4m3's error"
+    return False, "e4m3 does without, and a kernel a layer is saved"
 
 
 def _limits(config: EngineConfig, facts: ModelFacts, device: Device, why: dict[str, str]) -> Limits:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.interfaces import Gate, OperatorParts, Routing
+from octavo.model.spread import spread_matrix
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
@@ -79,6 +80,17 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     front = x[..., :dim]
     front.copy_(torch.addcmul(front * cos, front.roll(dim // 2, -1), sin))
     return x
+
+
+def spread(x: Tensor) -> Tensor:
+    """Every head of x [T, heads, D] times the fixed orthogonal matrix of `octavo.model.spread`: a new tensor [T, heads, D]. Summed in
+    float32, rounded once."""
+    return (x.float() @ spread_matrix(x.shape[-1], x.device)).to(x.dtype)
+
+
+def qk_norm_rope_spread(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """`spread` of what `qk_norm_rope` gives, which takes the same."""
+    return spread(qk_norm_rope(x, weight, eps, cos, sin))
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -197,6 +209,8 @@ OPERATORS: dict[tuple[str, str], Callable[..., Any]] = {
     ("rms_norm", "plain"): rms_norm,
     ("add_rms_norm", "plain"): add_rms_norm,
     ("qk_norm_rope", "plain"): qk_norm_rope,
+    ("qk_norm_rope_spread", "plain"): qk_norm_rope_spread,
+    ("spread", "plain"): spread,
     ("rope_angles", "plain"): rope_angles,
     ("silu_mul", "plain"): silu_mul,
     ("gelu_tanh_mul", "plain"): gelu_tanh_mul,

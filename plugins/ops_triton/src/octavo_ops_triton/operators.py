@@ -14,7 +14,7 @@ from typing import Any
 from octavo.interfaces import OperatorParts
 
 from octavo_ops_triton.ahead import compile_ahead, usable
-from octavo_ops_triton.kernels import activation, angles, draw, embedding, inputs, linear, norm, rope
+from octavo_ops_triton.kernels import activation, angles, draw, embedding, inputs, linear, norm, rope, spread
 from octavo_ops_triton.launch import Launcher
 from octavo_ops_triton.matrix import HopperMatrices
 from octavo_ops_triton.moe import GroupedExperts, route
@@ -31,6 +31,8 @@ class TritonOperators:
             "rms_norm": norm.rms_norm,
             "add_rms_norm": norm.add_rms_norm,
             "qk_norm_rope": rope.qk_norm_rope,
+            "qk_norm_rope_spread": spread.qk_norm_rope_spread,
+            "spread": spread.spread,
             "silu_mul": activation.silu_mul,
             "gelu_tanh_mul": activation.gelu_tanh_mul,
             "draw": draw.draw,
