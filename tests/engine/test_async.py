@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -208,6 +209,19 @@ def test_a_start_that_fails_says_why_in_the_engines_own_words(tiny: Path) -> Non
             await AsyncLLM.start(config(tiny, attention_backend="nope"))
         with pytest.raises(ConfigError, match="max-model-len"):
             await AsyncLLM.start(config(tiny, max_model_len=1 << 20))
+
+    asyncio.run(main())
+
+
+def test_a_tokenizer_that_is_another_models_is_told_before_the_weights_are_read(tiny: Path, tmp_path: Path) -> None:
+    """These weights would be refused, too: they are of the vocabulary that the config no longer has."""
+    shutil.copytree(tiny, tmp_path / "model")
+    facts = json.loads((tiny / "config.json").read_text()) | {"vocab_size": 300}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="the model's vocabulary 300, so it is another model's"):
+            await AsyncLLM.start(config(tmp_path / "model"))
 
     asyncio.run(main())
 

@@ -148,6 +148,8 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
             (["--block-size", "big"], ["--block-size", "'big'", "an integer, or auto"]),
             (["--gpu-memory-utilization", "nan"], ["--gpu-memory-utilization", "'nan'", "greater than 0 and at most 1"]),
             (["--gpu-memory-utilization", "1.01"], ["--gpu-memory-utilization", "'1.01'"]),
+            (["--host", ""], ["--host: a value is empty"]),
+            (["--tokenizer", ""], ["--tokenizer: a value is empty"]),
             (["--plugins", "{"], ["--plugins", "not valid JSON"]),
             (["--plugins", "[1]"], ["--plugins", "a JSON object"]),
         ],
@@ -160,6 +162,9 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
             read(ServerConfig, args, {})
         for part in parts:
             assert part in str(error.value)
+
+    def test_a_text_that_is_empty_by_default_may_be_given_so(self) -> None:
+        assert server("--root-path", "").root_path == ""
 
     def test_in_the_environment(self) -> None:
         with pytest.raises(ConfigError, match=r"OCTAVO_PORT: 'x' is not allowed; it must be an integer"):

@@ -21,6 +21,8 @@ from pydantic import BaseModel
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
+_EMPTY = "a value is empty; leave it out or give it a value"
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -107,6 +109,8 @@ class Option:
             return self._several(value)
         if int in self.kinds and isinstance(value, str):
             return self._integer(value)
+        if value == "" != self.default:  # an empty host would be every address, an empty path the current folder
+            raise ValueError(_EMPTY)
         return value
 
     def _object(self, value: Any) -> Any:
@@ -130,7 +134,7 @@ class Option:
         if str in self._items() and not all(isinstance(item, str) for item in items):
             raise ValueError(self.complain(value))
         if any(item == "" for item in items):
-            raise ValueError("a value is empty; leave it out or give it a value")
+            raise ValueError(_EMPTY)
         return items
 
     def _items(self) -> tuple[Any, ...]:

@@ -114,6 +114,10 @@ class OneModel:
         starting = asyncio.create_task(llm._engine.start(resolved, on_progress))
         try:
             llm.tokenizer = await asyncio.to_thread(_tokenizer, source, config)
+            if isinstance(
+                size := source.config.get("vocab_size"), int
+            ):  # seen before the weights are read, where the config says it
+                llm.tokenizer.check_fits(size, place_of(config, source))
             llm._processor = OutputProcessor(llm.tokenizer)
             ready = await starting
             llm.tokenizer.check_fits(ready.info.vocab_size, place_of(config, source))
