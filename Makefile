@@ -1,11 +1,13 @@
 # The commands of this repository. `make run` on a fresh checkout needs python3 (3.11 or newer) and make.
 #   make PYTHON=python3.12 setup    another interpreter
 #   make test ARGS="tests/unit -x"  some of the tests
+#   make test JOBS=8                by so many processes (a test file stays in one)
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup
 ARGS  ?=
+JOBS  ?= 2
 PORT  ?= $(or $(OCTAVO_PORT),8000)
 
 # gpu-test runs on machines where nothing may be installed: it takes the interpreter it is given.
@@ -19,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help:
 	@echo "make setup     fill $(VENV) (quick when it is filled)"
 	@echo "make run       serve SmolLM2-135M-Instruct on http://127.0.0.1:8000   (PORT=... another port)"
-	@echo "make test      run the tests              (ARGS=... goes to pytest)"
+	@echo "make test      run the tests              (ARGS=... goes to pytest, JOBS=... processes run them)"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      rewrite the generated parts of docs/"
 	@echo "make bench     the CPU benchmarks against transformers (ARGS=... goes to octavo bench offline)"
@@ -47,7 +49,7 @@ run: setup
 	@exec $(BIN)/octavo serve demo --port $(PORT)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

@@ -68,26 +68,28 @@ def test_a_hard_limit_refuses_what_does_not_fit_now_and_the_other_model_queues(s
 
 
 def test_under_load_neither_model_starves(server: Server) -> None:
-    """Six clients of one model and two of the other, each with one request at a time, until the two have had ten answers."""
+    """Six clients of one model and two of the other, each with one request at a time: both models go on answering. How they share a
+    processor is the kernel's doing, so how many answers each gets in the same time is not judged."""
     counts: Counter[str] = Counter()
     stop = threading.Event()
 
     def client(model: str) -> None:
         while not stop.is_set():
             counts[model] += ask(server, model, max_tokens=24).status_code == 200
-            if counts["small"] >= 10:
+            if counts["small"] >= 10 and counts[NAME] >= 6:
                 stop.set()
 
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         work = [pool.submit(client, model) for model in (NAME,) * 6 + ("small",) * 2]
-        assert stop.wait(60)
+        fed = stop.wait(60)
+        stop.set()
         for one in work:
             one.result()
+    assert fed, f"within a minute there were no more answers than {dict(counts)}"
     print(
         f"answers a client in {time.monotonic() - began:.1f} s: {counts['small'] / 2:.0f} small, {counts[NAME] / 6:.0f} of the other"
     )
-    assert counts[NAME] >= 6  # and meanwhile the clients of the other model had their turn
 
 
 def test_a_crashed_engine_ends_its_requests_and_serves_again_while_the_other_goes_on(server: Server) -> None:
