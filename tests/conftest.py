@@ -8,8 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported by anyt
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-for size in ("COLUMNS", "LINES"):  # pytest imports readline, which hands a terminal's size on to the processes that run the tests
-    os.environ.pop(size, None)
+os.environ.pop("COLUMNS", None)  # pytest imports readline, which hands a terminal's size on to the processes that run the tests
 
 from importlib.util import find_spec
 from pathlib import Path
