@@ -62,6 +62,8 @@ def test_either_merge_and_either_prefill_gives_what_float64_says(shape: Shape, o
         Shape((16, 8), 128, block_size=64, dtype=BF16),
         Shape((8, 8), 128, block_size=16, dtype=FP16, window=50, sinks=True, softcap=20.0),
         Shape((16, 8), 128, block_size=64, dtype=BF16, kv_dtype=E4M3, k_scale=0.3, v_scale=0.7),
+        Shape((32, 8), 128, block_size=128, dtype=BF16, kv_dtype=E4M3, window=70, sinks=True),
+        Shape((16, 8), 128, block_size=64, dtype=FP16, kv_dtype=E5M2, k_scale=0.5),
     ],
     ids=str,
 )

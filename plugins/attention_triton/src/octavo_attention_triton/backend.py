@@ -30,6 +30,8 @@ from octavo_attention_triton.provider import FP8, TritonOptions
 from octavo_attention_triton.tuning import PACKED, Crowd, DecodeChoice, decode_block_n, decode_choice
 
 MAX_SPLITS = 512
+FEW_PARTS = 16
+"""Parts of a split row that are added up at once."""
 VALUES_APART = 128
 """Tokens of a step with chunks from which transposed values are stored by a kernel of their own; fewer are a launch too many."""
 TL_DTYPES = {
@@ -147,8 +149,11 @@ class TritonAttention:
             "kv_bytes": ELEMENT_BYTES[geometry.dtype],
             "roomy": self.roomy,
         }
+        finite = self._finite(geometry)
         group = layer.num_heads // layer.num_kv_heads
-        choices = {crowd: self._choice(decode_choice(group=group, crowd=crowd, **facts)) for crowd in get_args(Crowd)}
+        choices = {
+            crowd: self._choice(decode_choice(group=group, crowd=crowd, finite=finite, **facts)) for crowd in get_args(Crowd)
+        }
         key = (bound.group.index, layer.window, layer.num_kv_heads, *choices.values())
         if key not in self._works:
             most = max(self._budget(choice, layer.num_kv_heads) for choice in choices.values())
@@ -156,6 +161,11 @@ class TritonAttention:
             cuts = torch.full((rows, INFO), -1, dtype=torch.int32, device=self.device)
             self._works[key] = WorkMap(layer.window, decode_block_n(**facts), layer.num_kv_heads, choices, items, cuts)
         return self._works[key]
+
+    def _finite(self, geometry: PageGeometry) -> bool:
+        """Whether masked tiles of V go through `tile.finite16`: an instruction of capability 8.9, which Triton's interpreter lacks."""
+        fp8 = geometry.v_transposed and self.dtype != torch.float32
+        return fp8 and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 9)
 
     def _choice(self, choice: DecodeChoice) -> DecodeChoice:
         """The tuned choice, where the options do not say otherwise."""
@@ -325,7 +335,7 @@ class TritonAttention:
             bound.constants[key] = constants_of(
                 decode.decode_kernel, HEADS=layer.num_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_G=block_g, **bound.shape,
                 LSE=lse is not None, FUSED=fused, CHUNK=max(1, min(16, 8192 // (block_g * block_v))), STAGES=tile.stages,
-                MASK_ALL=choice.mask_all,
+                MASK_ALL=choice.mask_all, SHORT=not fused, FINITE=self._finite(bound.geometry),
             )  # fmt: skip
         strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0)
         # Programmatic dependent launch: the kernel reads the work map before it waits for its predecessor, so the
@@ -342,12 +352,12 @@ class TritonAttention:
             key = ("merge", chunk, lse is not None)
             if key not in bound.constants:
                 bound.constants[key] = constants_of(
-                    decode.merge_kernel, HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v,
+                    decode.merge_kernel, HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=block_v, FEW=min(FEW_PARTS, chunk),
                     CHUNK=max(1, min(chunk, 8192 // block_v)), SINKS=bound.shape["SINKS"], LSE=lse is not None,
                 )  # fmt: skip
             self._launch(
                 decode.merge_kernel, (layer.num_heads, rows), (work.cuts, self._part, self._part_lse, out, log, sinks), (v_scale,),
-                (*strides[2:], *bound.constants[key]), warps=4,
+                (*strides[2:], *bound.constants[key]), warps=2,
             )  # fmt: skip
 
     def _decode_shared(

@@ -50,8 +50,8 @@ Crowd = Literal["one", "few", "crowded", "packed"]
 """One row; a few; a (row, KV head) pair or more for every multiprocessor; PACKED of them."""
 
 
-def decode_choice(*, group: int, dim: int, kv_bytes: int, roomy: bool, crowd: Crowd) -> DecodeChoice:
-    """group: query heads a KV head.
+def decode_choice(*, group: int, dim: int, kv_bytes: int, roomy: bool, crowd: Crowd, finite: bool = False) -> DecodeChoice:
+    """group: query heads a KV head; finite: masked tiles of an FP8 cache cost little more than others (`tile.finite16`).
 
     One row, or a few, are latency: deep pipelines of few programs, and a second kernel that all multiprocessors merge in; one
     in fewer parts still, since their sum is a good part of its time. In a crowd few rows are split, and it is bandwidth: small programs,
@@ -69,6 +69,8 @@ def decode_choice(*, group: int, dim: int, kv_bytes: int, roomy: bool, crowd: Cr
         return DecodeChoice(Tile(m, n, 4, 3), 3, crowded)
     if crowd == "packed" and d > 64 and kv_bytes == 2:
         return DecodeChoice(Tile(m, n // 2, 2, 5), 6, True, mask_all=True)
+    if crowd == "packed" and d > 64 and finite and group > 1:
+        return DecodeChoice(Tile(m, n, 2, 5), 4, True, mask_all=True)
     if crowded and d > 64 and not (kv_bytes == 1 and group == 1):
         return DecodeChoice(Tile(m, n, 2, 5 if kv_bytes == 1 else 3), 4, True)
     return DecodeChoice(Tile(m, n, 4, 5), 4 if kv_bytes == 1 else 2 if crowd == "one" and d > 64 else 3, crowded)

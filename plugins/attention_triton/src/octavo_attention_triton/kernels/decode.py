@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo_attention_triton.kernels.tile import accumulate, load_tile, scores
+from octavo_attention_triton.kernels.tile import accumulate, finite16, load_tile, scores
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -64,19 +64,48 @@ def _attend(
     q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, FINITE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens; a MASKED one counts only those in [first, last)."""
+    """One tile of tokens; a MASKED one counts only those in [first, last), with FINITE through `tile.finite16`."""
     k = load_tile(cache_ptr, table, start, first, last, head, page_stride,
                   K_ROW, K_DIM, BLOCK_K, BLOCK_N, PAGE, 0, False, MASKED)  # fmt: skip
     v = load_tile(cache_ptr, table, start, first, last, head, page_stride,
                   V_ROW, V_DIM, BLOCK_V, BLOCK_N, PAGE, V_BASE, V_TRANSPOSED, MASKED)  # fmt: skip
+    return _weigh(
+        q, k, v, m, den, acc, start, first, last, scale, softcap, BLOCK_N, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, FINITE, MASKED
+    )
+
+
+@triton.jit
+def _weigh(
+    q, k, v, m, den, acc, start, first, last, scale, softcap,
+    BLOCK_N: tl.constexpr, V_TRANSPOSED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+    FINITE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What `_attend` does with a tile once it is there."""
     s = scores(q, k, scale, softcap, SOFTCAP, PRECISION)
     token = start + tl.arange(0, BLOCK_N)
     visible = (token >= first) & (token < last)
     if MASKED:
         s = tl.where(visible[None, :], s, float("-inf"))
-    return accumulate(s, v, visible, m, den, acc, DOT, V_TRANSPOSED, PRECISION, MASKED)
+    if MASKED and FINITE:
+        v = finite16(v)
+    return accumulate(s, v, visible, m, den, acc, DOT, V_TRANSPOSED, PRECISION, MASKED, FINITE)
+
+
+@triton.jit
+def _query(raw, scale_log2, BLOCK_M: tl.constexpr, DOT: tl.constexpr, NORMALISE: tl.constexpr):
+    """Queries [M, D] as the dot takes them, and what multiplies their scores [M, 1]."""
+    q = raw
+    scale = tl.full([BLOCK_M, 1], 1.0, tl.float32) * scale_log2
+    if NORMALISE:
+        # FP8 keys are read as float16, so a bfloat16 query must be one too: scaled to +-1 it cannot overflow.
+        size = tl.max(tl.abs(q.to(tl.float32)), 1)
+        size = tl.where(size > 0, size, 1.0)
+        q = q.to(tl.float32) / size[:, None]
+        scale = scale * size[:, None]
+    q = q.to(DOT)
+    return q, scale
 
 
 @triton.jit(do_not_specialize=["table_stride", "lse_stride_t"])
@@ -87,9 +116,10 @@ def decode_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, NORMALISE: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, NORMALISE: tl.constexpr, FINITE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    FUSED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, MASK_ALL: tl.constexpr, PDL: tl.constexpr,
+    FUSED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, MASK_ALL: tl.constexpr, SHORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     item = tl.program_id(1)
@@ -111,48 +141,55 @@ def decode_kernel(
     dk = tl.arange(0, BLOCK_K)
     dv = tl.arange(0, BLOCK_V)
     h = head * GROUP + m_lane
-    q = tl.load(
+    raw = tl.load(
         q_ptr + token.to(tl.int64) * q_stride_t + h[:, None] * q_stride_h + dk[None, :],
         mask=(m_lane < GROUP)[:, None] & (dk < K_DIM)[None, :], other=0.0,
     )  # fmt: skip
-    scale = tl.full([BLOCK_M, 1], 1.0, tl.float32) * scale_log2
-    if NORMALISE:
-        # FP8 keys are read as float16, so a bfloat16 query must be one too: scaled to +-1 it cannot overflow.
-        size = tl.max(tl.abs(q.to(tl.float32)), 1)
-        size = tl.where(size > 0, size, 1.0)
-        q = q.to(tl.float32) / size[:, None]
-        scale = scale * size[:, None]
-    q = q.to(DOT)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
-    body = first
-    if WINDOW:
-        # Only a window can make an item start inside a tile.
-        body = tl.cdiv(first, BLOCK_N) * BLOCK_N
-        for start in tl.range(first // BLOCK_N * BLOCK_N, tl.minimum(body, last), BLOCK_N, num_stages=1):
+    short = False
+    if SHORT:
+        short = (last - first <= BLOCK_N) & (first % BLOCK_N == 0)
+    if short:
+        # One tile: no pipeline is set up, and its loads are on their way while the query is made ready.
+        k = load_tile(cache_ptr, table, first, first, last, head, page_stride,
+                      K_ROW, K_DIM, BLOCK_K, BLOCK_N, PAGE, 0, False, True)  # fmt: skip
+        v = load_tile(cache_ptr, table, first, first, last, head, page_stride,
+                      V_ROW, V_DIM, BLOCK_V, BLOCK_N, PAGE, V_BASE, V_TRANSPOSED, True)  # fmt: skip
+        q, scale = _query(raw, scale_log2, BLOCK_M, DOT, NORMALISE)
+        m, den, acc = _weigh(
+            q, k, v, m, den, acc, first, first, last, scale, softcap, BLOCK_N, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, FINITE, True
+        )
+    else:
+        q, scale = _query(raw, scale_log2, BLOCK_M, DOT, NORMALISE)
+        body = first
+        if WINDOW:
+            # Only a window can make an item start inside a tile.
+            body = tl.cdiv(first, BLOCK_N) * BLOCK_N
+            for start in tl.range(first // BLOCK_N * BLOCK_N, tl.minimum(body, last), BLOCK_N, num_stages=1):
+                m, den, acc = _attend(
+                    q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
+                    BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, FINITE, True,
+                )  # fmt: skip
+        # Short rows: their last tile, rarely a whole one, goes through the pipeline with the others, all of them masked. Apart, it is loaded
+        # when all else is done, and nothing is under way meanwhile.
+        whole = last
+        if not MASK_ALL:
+            whole = last // BLOCK_N * BLOCK_N
+        for start in tl.range(body, whole, BLOCK_N, num_stages=STAGES):
             m, den, acc = _attend(
                 q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
-                BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, True,
+                BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, FINITE, MASK_ALL,
             )  # fmt: skip
-    # Short rows: their last tile, rarely a whole one, goes through the pipeline with the others, all of them masked. Apart, it is loaded
-    # when all else is done, and nothing is under way meanwhile.
-    whole = last
-    if not MASK_ALL:
-        whole = last // BLOCK_N * BLOCK_N
-    for start in tl.range(body, whole, BLOCK_N, num_stages=STAGES):
-        m, den, acc = _attend(
-            q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
-            BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, MASK_ALL,
-        )  # fmt: skip
-    if not MASK_ALL:
-        for start in tl.range(tl.maximum(whole, body), last, BLOCK_N, num_stages=1):
-            m, den, acc = _attend(
-                q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
-                BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, True,
-            )  # fmt: skip
+        if not MASK_ALL:
+            for start in tl.range(tl.maximum(whole, body), last, BLOCK_N, num_stages=1):
+                m, den, acc = _attend(
+                    q, m, den, acc, cache_ptr, table, start, first, last, head, page_stride, scale, softcap, K_DIM, V_DIM, BLOCK_N, BLOCK_K,
+                    BLOCK_V, PAGE, K_ROW, V_ROW, V_BASE, V_TRANSPOSED, DOT, PRECISION, SOFTCAP, FINITE, True,
+                )  # fmt: skip
 
     held = (m_lane < GROUP)[:, None] & (dv < V_DIM)[None, :]
     if splits == 1:
@@ -192,10 +229,10 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["lse_stride_t"])
 def merge_kernel(
     cuts_ptr, part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale, out_stride_t, out_stride_h, lse_stride_t,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up one query head of one row, if it was split."""
+    """One program adds up one query head of one row, if it was split: up to FEW parts at once, else CHUNK at a time."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     # The work map is older than the decode kernel, which waited for it: it may be read before the wait.
@@ -203,12 +240,25 @@ def merge_kernel(
     first_item = tl.load(cuts_ptr + row * 4 + 1)
     splits = tl.load(cuts_ptr + row * 4 + 2)
     if PDL:
+        # After a short row comes a product that asks for its weights before it waits, and memory idles meanwhile. After a long one it
+        # does not, and programs that only wait would take room.
+        if splits <= FEW:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if splits > FEW:
+            tl.extra.cuda.gdc_launch_dependents()
     if splits <= 1:
         return
-    merge_parts(
-        token, first_item, splits, head,
-        part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale, out_stride_t, out_stride_h, lse_stride_t,
-        HEADS, 1, V_DIM, 1, BLOCK_V, CHUNK, SINKS, LSE,
-    )  # fmt: skip
+    # Few parts in a small chunk: places that hold none cost registers and instructions, a good part of what a short row takes.
+    if splits <= FEW:
+        merge_parts(
+            token, first_item, splits, head,
+            part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale, out_stride_t, out_stride_h, lse_stride_t,
+            HEADS, 1, V_DIM, 1, BLOCK_V, FEW, SINKS, LSE,
+        )  # fmt: skip
+    else:
+        merge_parts(
+            token, first_item, splits, head,
+            part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, v_scale, out_stride_t, out_stride_h, lse_stride_t,
+            HEADS, 1, V_DIM, 1, BLOCK_V, CHUNK, SINKS, LSE,
+        )  # fmt: skip

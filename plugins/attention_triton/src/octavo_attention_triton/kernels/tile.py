@@ -69,6 +69,27 @@ def load_tile(
 
 
 @triton.jit
+def finite16(v):
+    """v, FP8, as float16, and what is not finite as the largest value: times a weight of zero it is zero then, whatever a free slot holds.
+
+    It takes no second operand, such as which tokens are visible: to meet one, values would go through shared memory once more."""
+    if v.dtype == tl.float8e4nv:
+        v = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; .reg .b32 top; mov.b32 top, 0x5f005f00; mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; min.f16x2 $0, $0, top; min.f16x2 $1, $1, top; }""",
+            "=r,=r,r", [v], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        v = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; .reg .b32 top, bottom; mov.b32 top, 0x7b007b00; mov.b32 bottom, 0xfb00fb00; mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e5m2x2 $0, low; cvt.rn.f16x2.e5m2x2 $1, high; min.f16x2 $0, $0, top; min.f16x2 $1, $1, top;
+            max.f16x2 $0, $0, bottom; max.f16x2 $1, $1, bottom; }""",
+            "=r,=r,r", [v], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return v
+
+
+@triton.jit
 def scores(q, k, scale_log2, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """Base-2 logits of q [M, D] against k [N, D]. scale_log2: [M, 1] or scalar, softmax scale * log2(e)."""
     s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale_log2
@@ -81,11 +102,11 @@ def scores(q, k, scale_log2, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.const
 @triton.jit
 def accumulate(
     s, v, visible, m, den, acc,
-    DOT: tl.constexpr, V_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    DOT: tl.constexpr, V_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr = False,
 ):  # fmt: skip
     """One online-softmax step: s [M, N] base-2 logits, v [N, D] (or [D, N]), running max m, sum den, accumulator.
 
-    visible [N]: the tokens of a MASKED tile that hold values at all; s is -inf for every other.
+    visible [N]: the tokens of a MASKED tile that hold values at all; s is -inf for every other. FINITE: all of v is finite.
     """
     top = tl.maximum(m, tl.max(s, 1))
     shift = top
@@ -99,7 +120,7 @@ def accumulate(
     v = v.to(DOT)
     if V_TRANSPOSED:
         v = tl.trans(v)
-    if MASKED and V_TRANSPOSED:  # else its load has zeroed it
+    if MASKED and V_TRANSPOSED and not FINITE:  # else its load has zeroed it
         v = tl.where(visible[:, None], v, 0.0)
     acc = tl.dot(p.to(DOT), v, acc, input_precision=PRECISION)
     return top, den, acc
