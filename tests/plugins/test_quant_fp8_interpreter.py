@@ -124,8 +124,8 @@ def row_products():
     assert not products.scratch(torch.device("cpu")).counts.any(), "counters must be zero between launches"
 
 def one_row():
-    for held in (True, False):
-        products.row_tile = lambda k: tiles.RowTile(8, 512 if held else 128, held, 4)
+    for tile in (tiles.RowTile(8, 512, 512, 4), tiles.RowTile(8, 64, 128, 4)):
+        products.row_tile = lambda n, k: tile
         for rows, k, bias in (({"a": 40, "b": 9}, 256, True), ({"a": 33}, 300, False)):
             made = gathered(Scheme("channel", "token"), rows, k, bias)
             mine, want = products.RowProduct(made, launch, torch.float32), ReferenceProduct(made, torch.float32)
@@ -137,7 +137,7 @@ def one_row():
 
 def one_gated_row():
     for rows, k, bias in (({"gate": 20, "up": 20}, 256, True), ({"gate": 18, "up": 18}, 300, False)):
-        products.row_tile = lambda k: tiles.RowTile(8, 512, True, 4)
+        products.row_tile = lambda n, k: tiles.RowTile(8, 512, 512, 4)
         made = gathered(Scheme("channel", "token"), rows, k, bias)
         mine, x = products.RowProduct(made, launch, torch.float32), torch.randn(1, k)
         made.scheme = Scheme("channel", "none")  # a plain row is not quantised
@@ -146,7 +146,7 @@ def one_gated_row():
         x = torch.randn(3, k)
         same(mine.gated("silu")(x), oracle["silu_mul", "fp8_token"](mine(x)))
         assert mine.gated("gelu_tanh") is None
-        products.row_tile = lambda k: tiles.RowTile(8, 128, False, 4)  # a row that is too long to hold
+        products.row_tile = lambda n, k: tiles.RowTile(8, 64, 128, 4)  # a row that is too long to hold
         assert mine.gated("silu") is None
 
 def weights_only():

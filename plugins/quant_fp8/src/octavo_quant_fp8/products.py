@@ -90,7 +90,7 @@ class RowProduct:
     def gated(self, activation: str) -> Callable[[Any], Tensor | Activation] | None:
         """interfaces.GatedLinear, where the input's format is "fp8_token"."""
         n, k = self._data.shape
-        if activation != "silu" or self.format != "fp8_token" or n % 2 or not row_tile(k).held:
+        if activation != "silu" or self.format != "fp8_token" or n % 2 or not row_tile(n, k).whole:
             return None
         return self._gated
 
@@ -205,15 +205,13 @@ def one_row(
     *, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [1, K], in 16 bits or (with x_scale) FP8, times data [N, K] with a scale a row: [1, N] of dtype; gated: [1, N / 2], silu of the
-    first half of them times the second (only where `row_tile` holds a row)."""
+    first half of them times the second (only where `row_tile` holds whole rows)."""
     n, k = data.shape
-    tile = row_tile(k)
+    tile = row_tile(n, k)
     out = torch.empty(1, n // 2 if gated else n, dtype=dtype, device=x.device)
     tensors = (x, scale if x_scale is None else x_scale, data, scale, scale if bias is None else bias, out)
-    constants: tuple[int, ...] = (n, k, x_scale is None)
-    if tile.held:
-        constants = (*constants, gated)
-    constants = (*constants, bias is not None, tile.n, tile.k)
-    kernel = held_kernel if tile.held else loop_kernel
+    plain, biased = x_scale is None, bias is not None
+    constants = (n, k, plain, gated, biased, tile.n, tile.k) if tile.whole else (n, k, plain, biased, tile.held, tile.n, tile.k)
+    kernel = held_kernel if tile.whole else loop_kernel
     launch(kernel, (triton.cdiv(n, tile.n), 1), tensors, (), constants, warps=tile.warps, stages=tile.stages)
     return out

@@ -41,18 +41,24 @@ def block_tile(m: int, n: int) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """n rows of the weight and k of their length at a time, for one row of x. held: all of K is held at once."""
+    """n rows of the weight and k of their length at a time, for one row of x. held: of their length, loaded before the wait for the kernel in
+    front: all of it (k, at least the length, a power of two), or a first part of it."""
 
     n: int
     k: int
-    held: bool
+    held: int
     warps: int
     stages: int = 4
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of a row is held."""
+        return self.held == self.k
 
-def row_tile(k: int) -> RowTile:
-    """For one row of x. A program of four warps holds 16384 weights; longer rows than 8192 would have x read too often."""
+
+def row_tile(n: int, k: int) -> RowTile:
+    """For one row of x times weights [n, k]. A program of four warps holds 16384 weights; longer rows than 8192 would have x read too often."""
     if k <= 8192:
         block = max(128, 1 << (k - 1).bit_length())
-        return RowTile(max(1, 16384 // block), block, True, 4)
-    return RowTile(8, 1024, False, 4)
+        return RowTile(max(1, 16384 // block), block, block, 4)
+    return RowTile(8, 1024, 4096, 4)

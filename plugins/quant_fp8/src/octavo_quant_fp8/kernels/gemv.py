@@ -50,24 +50,30 @@ def held_kernel(
 @triton.jit
 def loop_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, PLAIN: tl.constexpr, BIAS: tl.constexpr, HELD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs, BK of K at a time."""
+    """BN outputs: the first HELD of K at once, loaded before the wait, then BK at a time. K is at least HELD."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    weights = weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+    rows = weight_ptr + n.to(tl.int64)[:, None] * K
     scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+    h = tl.arange(0, HELD)
+    held = tl.load(rows + h[None, :], mask=(n < N)[:, None], other=0.0, eviction_policy="evict_first")
     begin(PDL)
+    y = tl.sum(widened(held, tl.float32) * tl.load(x_ptr + h).to(tl.float32)[None, :], 1)
     acc = tl.zeros((BN, BK), tl.float32)
-    for at in range(0, K, BK):
-        if N % BN == 0 and K % BK == 0:
-            w = tl.load(weights + at, eviction_policy="evict_first")
+    for at in range(HELD, K, BK):
+        if N % BN == 0 and (K - HELD) % BK == 0:
+            w = tl.load(rows + (at + k)[None, :], eviction_policy="evict_first")
             x = tl.load(x_ptr + at + k)
         else:
-            w = tl.load(weights + at, mask=(n < N)[:, None] & (k + at < K)[None, :], other=0.0, eviction_policy="evict_first")
+            w = tl.load(
+                rows + (at + k)[None, :], mask=(n < N)[:, None] & (k + at < K)[None, :], other=0.0, eviction_policy="evict_first"
+            )
             x = tl.load(x_ptr + at + k, mask=k + at < K, other=0.0)
         acc += widened(w, tl.float32) * x.to(tl.float32)[None, :]
-    _store(tl.sum(acc, 1) * scale, x_scale_ptr, bias_ptr, out_ptr, n, N, PLAIN, BIAS)
+    _store((y + tl.sum(acc, 1)) * scale, x_scale_ptr, bias_ptr, out_ptr, n, N, PLAIN, BIAS)
 
 
 @triton.jit
