@@ -27,6 +27,14 @@ def test_an_id_or_a_size_out_of_range_is_400_and_the_next_request_works(client: 
     ask(client, "/v1/completions", TEXT)
 
 
+@pytest.mark.parametrize("wrong", [[512], [9] * (CONTEXT + 1)])
+def test_of_several_prompts_the_one_that_is_wrong_is_named(client: httpx.Client, wrong: list[int]) -> None:
+    response = client.post("/v1/completions", json={**TEXT, "prompt": [[9], [9], wrong]})
+    assert response.status_code == 400 and error_of(response)["message"].endswith(" (prompt 2 of the list)")
+    response = client.post("/v1/completions", json={**TEXT, "prompt": [wrong]})
+    assert response.status_code == 400 and "of the list" not in error_of(response)["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -203,10 +203,15 @@ async def raw_jobs(
     given = prompts(prompt)
     check_samples(len(given), params)
     jobs = []
-    for item in given:
+    for i, item in enumerate(given):
         text = item if isinstance(item, str) else None
         ids = await llm.encode(item, add_special=add_special) if isinstance(item, str) else item
-        jobs.append(Job(ids, text, resolve(ids, params, llm.info, default_tokens)))
+        try:
+            jobs.append(Job(ids, text, resolve(ids, params, llm.info, default_tokens)))
+        except RequestError as exc:
+            if len(given) == 1 or not (exc.param == "prompt" or exc.code == "context_length_exceeded"):
+                raise
+            raise RequestError(f"{exc.message} (prompt {i} of the list)", param=exc.param, code=exc.code) from exc
     return jobs
 
 
