@@ -123,7 +123,8 @@ class PlannedWorkspace(Protocol):
 
 
 class FusedPrologue(Protocol):
-    """What an AttentionBackend may also offer, since the layout that keys are stored in is its own."""
+    """What an AttentionBackend may also offer, since the layout that keys are stored in is its own. Not used where keys are spread
+    before they are stored (`octavo.model.spread`): then `write` is."""
 
     def prologue(
         self, layer: int, step: Step, qkv: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
