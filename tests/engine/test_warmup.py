@@ -45,7 +45,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_on_gpu", lambda llm: True)
 
 
-def test_what_a_warm_up_did_counts_nowhere_and_no_request_finds_its_prompts(tiny: Path, as_on_a_gpu: None) -> None:
+def test_what_a_warm_up_did_counts_nowhere_and_no_request_finds_its_prompts(tiny1: Path, as_on_a_gpu: None) -> None:
     async def body(llm: AsyncLLM) -> None:
         assert {name: getattr(llm.stats, name) for name in TOTALS} == dict.fromkeys(TOTALS, 0)
         prompt = _ids(llm, 100)
@@ -57,18 +57,18 @@ def test_what_a_warm_up_did_counts_nowhere_and_no_request_finds_its_prompts(tiny
         assert (await answer(llm, prompt)).num_cached_tokens > 0  # its own
         assert llm.stats.prefix_hits == (await llm.prefix_cache())["prefix_hits"] > 0
 
-    served(tiny, body, num_gpu_blocks_override=400)
+    served(tiny1, body, num_gpu_blocks_override=400)
 
 
-def test_unseeded_requests_draw_what_they_would_have_drawn_without_it(tiny: Path, as_on_a_gpu: None) -> None:
+def test_unseeded_requests_draw_what_they_would_have_drawn_without_it(tiny1: Path, as_on_a_gpu: None) -> None:
     async def body(llm: AsyncLLM) -> list[list[int]]:
         return [(await answer(llm, "hello world", temperature=1.0)).outputs[0].token_ids for _ in range(3)]
 
-    warmed, cold = (served(tiny, body, warm=warm, seed=5, num_gpu_blocks_override=400) for warm in (True, False))
+    warmed, cold = (served(tiny1, body, warm=warm, seed=5, num_gpu_blocks_override=400) for warm in (True, False))
     assert warmed == cold
 
 
-def test_on_a_gpu_it_decodes_in_every_size_and_computes_prompts_beside_rows(tiny: Path, as_on_a_gpu: None) -> None:
+def test_on_a_gpu_it_decodes_in_every_size_and_computes_prompts_beside_rows(tiny1: Path, as_on_a_gpu: None) -> None:
     async def body(llm: AsyncLLM) -> None:
         rows: set[int] = set()
         prompts: list[tuple[int, int]] = []
@@ -81,22 +81,22 @@ def test_on_a_gpu_it_decodes_in_every_size_and_computes_prompts_beside_rows(tiny
         assert max(running for tokens, running in prompts if tokens > 256) > 10  # and beside several prompts at once
         assert told == [(i, len(told)) for i in range(len(told))]
 
-    served(tiny, body, warm=False, max_num_seqs=64, num_gpu_blocks_override=800)
+    served(tiny1, body, warm=False, max_num_seqs=64, num_gpu_blocks_override=800)
 
 
 @pytest.mark.parametrize(
     "settings", [{"max_num_seqs": 1}, {"max_model_len": 16}, {"num_gpu_blocks": 2}, {"num_gpu_blocks_override": 2}]
 )
 def test_an_engine_that_is_small_in_some_way_is_warmed_as_far_as_it_goes(
-    tiny: Path, as_on_a_gpu: None, settings: dict[str, int]
+    tiny1: Path, as_on_a_gpu: None, settings: dict[str, int]
 ) -> None:
     async def body(llm: AsyncLLM) -> None:
         assert (await answer(llm, "hi")).finished
 
-    served(tiny, body, **{"max_model_len": 32, **settings})
+    served(tiny1, body, **{"max_model_len": 32, **settings})
 
 
-def test_an_engine_whose_warm_up_fails_gets_no_name_and_is_ended(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_warm_up_fails_gets_no_name_and_is_ended(tiny1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(llm: AsyncLLM) -> Any:
         raise EngineDead("in the warm-up")
 
@@ -104,7 +104,7 @@ def test_an_engine_whose_warm_up_fails_gets_no_name_and_is_ended(tiny: Path, mon
 
     async def run() -> None:
         table = ModelTable()
-        config = EngineConfig(model=str(tiny), dtype="float32", num_threads=1, max_model_len=64)
+        config = EngineConfig(model=str(tiny1), dtype="float32", num_threads=1, max_model_len=64)
         with pytest.raises(EngineDead, match="in the warm-up"):
             await table.add("m", config)
         assert not table.models

@@ -68,15 +68,16 @@ def streams(server: Server, clients: int, **options: Any) -> dict[str, Any]:
 
 
 def test_of_a_thousand_streams_at_once_each_is_complete_and_the_loop_is_never_held_for_50_ms(busy: Server) -> None:
-    """Every client connects and sends in the same instant. The loop's own processor time counts, and of three tries the
-    quietest: where others use the machine too, a processor's second does less."""
+    """Every client connects and sends in the same instant. The loop's own processor time counts, and of two or three tries the
+    quietest: where others use the machine too, a processor's second does less. What the first try takes of memory is what so many
+    connections take; later ones may add next to nothing."""
     streams(busy, 20)  # what is allocated once is allocated
     process = psutil.Process(busy.process.pid)
-    blocks = busy.gauges()["free_blocks"]
-    files, memory = process.num_fds(), process.memory_info().rss
+    blocks, files = busy.gauges()["free_blocks"], process.num_fds()
     names = tuple(f"octavo_{name}_seconds" for name in ("delivery", "admission", "event_loop_busy", "event_loop_lag"))
-    worst = []
-    for _ in range(3):
+    worst: list[float] = []
+    memory: list[int] = []
+    while len(worst) < 2 or (len(worst) < 3 and min(worst) > LONGEST_TURN):
         before = {name: Scrape(busy, name) for name in names}
         result = streams(busy, CLIENTS)
         after = {name: Scrape(busy, name).since(before[name]) for name in names}
@@ -89,9 +90,9 @@ def test_of_a_thousand_streams_at_once_each_is_complete_and_the_loop_is_never_he
         busy.idle(5, blocks)
         until(lambda: process.num_fds() <= files + 4, 5, "every connection is closed")
         worst.append(quantile(after["octavo_event_loop_busy_seconds"], 1))
-    grown = process.memory_info().rss - memory
-    print(f"memory of the server's process grew by {grown / 2**20:.1f} MiB over {3 * CLIENTS} streams")
-    assert grown < 100 << 20
+        memory.append(process.memory_info().rss)
+    print("memory of the server's process after each try:", ", ".join(f"{size / 2**20:.1f} MiB" for size in memory))
+    assert (memory[-1] - memory[0]) / (len(memory) - 1) < 10 << 20, f"it grew by more than 10 KiB a stream: {memory}"
     assert min(worst) <= LONGEST_TURN, f"the loop worked for {worst} s in one go"
 
 
