@@ -132,6 +132,9 @@ def test_the_start_up_lines_name_the_cache_and_the_concurrency(tiny: Path, caplo
         make_engine(tiny, block_size=16, num_gpu_blocks_override=40)
     assert "KV cache size: 640 tokens" in caplog.text
     assert "Maximum concurrency for 256 tokens per request: 2.50x" in caplog.text
+    assert "is smaller than --max-model-len" not in caplog.text
+    make_engine(tiny, block_size=16, num_gpu_blocks=4)
+    assert "the KV cache of 64 tokens is smaller than --max-model-len 256" in caplog.text
 
 
 def test_a_request_that_fails_leaves_its_neighbours_alone(tiny: Path, tmp_path: Path) -> None:

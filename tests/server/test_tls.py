@@ -162,6 +162,7 @@ def test_unusable_files_stop_the_start_with_the_flags_named(tmp_path: Path) -> N
     locked.write_bytes(key.private_bytes(pem, form, lock))
     for bad, says in (
         ({**good, "ssl_keyfile": str(other.key)}, f"--ssl-keyfile {other.key}: not a certificate and its key"),
+        ({"ssl_certfile": str(files.certificate)}, "; --ssl-keyfile names the key"),
         ({**good, "ssl_certfile": str(none)}, f"--ssl-certfile {none}: cannot be read: No such file"),
         ({**good, "ssl_keyfile": str(none)}, f"--ssl-keyfile {none}: cannot be read: No such file"),
         ({**good, "ssl_keyfile": str(locked)}, "locked with a password"),

@@ -57,6 +57,10 @@ def another_value(option: Option) -> tuple[str, Any]:
         return ("false", False) if option.default else ("true", True)
     if dict in option.kinds:
         return '{"enable": ["x"]}', {"enable": ["x"]}
+    if option.name == "root_path":
+        return "/llm", "/llm"
+    if option.name == "allowed_origins":
+        return "https://one", ("https://one",)
     if tuple in option.kinds:
         return "one", ("one",)
     if option.choices and len(option.kinds) == 1:
@@ -198,6 +202,18 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
     def test_an_address_of_traces_that_is_none(self) -> None:
         with pytest.raises(ConfigError, match="--otlp-traces-endpoint: 'collector' is not allowed; it must begin with http"):
             server("--otlp-traces-endpoint", "collector")
+
+    @pytest.mark.parametrize("prefix", ["llm", "/llm/", "/", "/a b"])
+    def test_a_prefix_that_is_none(self, prefix: str) -> None:
+        with pytest.raises(ConfigError, match=r"--root-path: '.*' is not allowed; it must begin with /"):
+            server("--root-path", prefix)
+
+    def test_origins_are_those_that_browsers_send(self) -> None:
+        for origin in ("*", "null", "https://chat.example.org", "http://localhost:3000", "app://notes.example"):
+            assert server("--allowed-origins", origin).allowed_origins == (origin,)
+        for wrong in ("chat.example.org", "https://chat.example.org/", "https://chat.example.org/app", "*.example.org"):
+            with pytest.raises(ConfigError, match=r"--allowed-origins: .*is not allowed; it must be "):
+                server("--allowed-origins", wrong)
 
     def test_a_file_that_is_not_there(self) -> None:
         with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):

@@ -7,6 +7,7 @@ them live in build results, never here.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -161,8 +162,10 @@ class ServerConfig(_Config):
         group="server",
         ge=0,
     )
-    root_path: str = _field("", "Path prefix when behind a proxy.", group="server")
-    allowed_origins: tuple[str, ...] = _field((), "Origins allowed by CORS (repeatable).", group="server")
+    root_path: str = _field("", "Path prefix that a proxy in front takes off again, such as /llm.", group="server")
+    allowed_origins: tuple[str, ...] = _field(
+        (), "Origin that browsers may ask from (CORS, repeatable): https://chat.example.org, or * for all.", group="server"
+    )
     ssl_keyfile: str | None = _field(None, "TLS key file.", group="server")
     ssl_certfile: str | None = _field(None, "TLS certificate file.", group="server")
     ssl_ca_certs: str | None = _field(None, "CA file: client certificates are required.", group="server")
@@ -188,6 +191,22 @@ class ServerConfig(_Config):
     otlp_traces_endpoint: str | None = _field(
         None, "OTLP/HTTP address that traces are sent to (needs octavo[otel]); none are made without it.", group="server"
     )
+
+    @field_validator("root_path")
+    @classmethod
+    def _prefix(cls, value: str) -> str:
+        if value and not re.fullmatch(r"(/[^/\s]+)+", value):
+            raise ValueError("must begin with / and not end with it, such as /llm")
+        return value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin) for origin in value):
+            raise ValueError(
+                "must be *, or a scheme, a host and perhaps a port, such as https://chat.example.org: no browser sends more"
+            )
+        return value
 
     @field_validator("otlp_traces_endpoint")
     @classmethod

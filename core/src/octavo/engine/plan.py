@@ -377,7 +377,10 @@ def _checkpoint(config: EngineConfig, source: ModelSource, why: dict[str, str]) 
         raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: {error}") from error
     method = found.quantization_config.get("quant_method")
     if method != "awq":
-        raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: its quant_method is {method!r}, not 'awq'")
+        raise ConfigError(
+            f"--awq-ckpt-path {config.awq_ckpt_path}: "
+            + (f"its quant_method is {method!r}, not 'awq'" if method else "it is not quantised")
+        )
     if config.quantization not in (None, "awq"):
         raise ConfigError(
             f"--awq-ckpt-path with --quantization {config.quantization}: the weights are AWQ; leave --quantization out"

@@ -57,7 +57,8 @@ def _load(context: ssl.SSLContext, certificate: str, key: str | None) -> None:
     try:
         context.load_cert_chain(certificate, key, locked)
     except OSError as exc:  # ssl.SSLError is one
-        raise ConfigError(f"{files}: not a certificate and its key in PEM form: {exc}") from exc
+        where = "" if key else "; --ssl-keyfile names the key where it has a file of its own"
+        raise ConfigError(f"{files}: not a certificate and its key in PEM form: {exc}{where}") from exc
 
 
 def _readable(flag: str, file: str) -> None:
