@@ -44,6 +44,7 @@ def test_any_other_file_is_a_prompt_a_line(tmp_path: Path) -> None:
         ("[[hello]]", "entry 1: messages must be"),
         ("[{prompt: a, pin: 3}]", "pin must be true or false"),
         ("[a: b: c]", "p.yaml"),
+        ("[{prompt: a, prompt: b}]", "'prompt' is set twice"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:

@@ -18,7 +18,6 @@ taken for the allocator's. The medians of whole repetitions stand beside them.
 
 from __future__ import annotations
 
-import json as _json
 import statistics
 import time
 from collections.abc import Callable
@@ -69,20 +68,6 @@ def run(
         "blocks": work.blocks,
         "repetitions": repetitions,
     }
-
-
-def main(json: bool = False) -> None:
-    """Run and print, as JSON or as lines for people."""
-    found = run()
-    if json:
-        print(_json.dumps(found))
-        return
-    print(
-        f"{found['sequences']} sequences, {found['blocks']} blocks of {found['block_size']} tokens, best of {found['repetitions']}"
-    )
-    for name, label in (("us_per_block", "reserve + release"), ("us_per_block_hashed", "with hash, publish and match")):
-        median = found[f"median_{name}"]
-        print(f"  {label:<30} {found[name]:6.3f} us a block   (median {median:.3f}, bar {found['bars'][name]:.1f})")
 
 
 class Workload:

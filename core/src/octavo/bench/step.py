@@ -1,9 +1,10 @@
 """One engine step under the glass: what it costs, and what the device does meanwhile.
 
 Owns the situation (so many sequences of one context, all decoding; or prompts of that length being
-computed, as many as a step takes) and the reading of torch's profiler. The step's wall time is taken without the profiler, which slows the host; the device's busy
-and idle time and the list of operations come from a profiled stretch of steps. The profiler takes time on the device too, before each
-kernel of a graph; so what lies between the graphs of steps is measured once more without it, by events.
+computed, as many as a step takes) and the reading of torch's profiler. The step's wall time is taken without the profiler,
+which slows the host; the device's busy and idle time and the list of operations come from a profiled stretch of steps. The
+profiler takes time on the device too, before each kernel of a graph; so what lies between the graphs of steps is measured
+once more without it, by events.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ Tell = Callable[..., None]
 
 TOP = 25
 """Operations that the record lists."""
-
 
 GAP = 5.0
 """Microseconds: kernels of one graph follow each other within two; a longer gap is the device waiting for the host."""

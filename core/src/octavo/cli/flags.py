@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from octavo import strict_yaml
 from octavo.cli.options import Option, closest, options_of
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError
@@ -149,7 +150,7 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, Found]:
 def _from_file(path: str, where: str) -> dict[str, Found]:
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.load(file, Loader=_UniqueKeys)
+            content = strict_yaml.load(file)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -175,20 +176,6 @@ def _from_file(path: str, where: str) -> dict[str, Found]:
     if problems:
         raise ConfigError("\n".join(problems))
     return found
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice is an error rather than a quiet win for the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str):
-                if key in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key!r} is set twice", key_node.start_mark)
-                seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def _all() -> list[Option]:

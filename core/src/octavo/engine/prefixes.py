@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import yaml
 
+from octavo import strict_yaml
 from octavo.cache.prefix import PUBLIC
 from octavo.engine.pins import WantedPins
 from octavo.errors import ConfigError
@@ -60,7 +61,7 @@ def read_prefixes(path: str | Path) -> list[Prefix]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml"):
-            entries = yaml.safe_load(text)
+            entries = strict_yaml.load(text)
         elif path.suffix == ".json":
             entries = json.loads(text)
         else:

@@ -47,12 +47,12 @@ def need(config: Mapping[str, Any], key: str) -> int:
 
 
 def number(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A finite number above 0; absent gives the default, null 0.0, which stands for off."""
+    """A finite number, 0 or more; absent gives the default, null 0.0, which stands for off."""
     value = config.get(key, default)
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise LoadError(f"{key} must be a finite number above 0, or null, got {value!r}")
+        raise LoadError(f"{key} must be a finite number, 0 or more, or null, got {value!r}")
     return float(value)
 
 

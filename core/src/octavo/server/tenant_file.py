@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from octavo import strict_yaml
 from octavo.errors import ConfigError
 from octavo.wording import hint
 
@@ -119,7 +120,7 @@ def parse_tenants(text: str, where: str) -> tuple[TenantEntry, ...]:
     except yaml.MarkedYAMLError as exc:  # its own text quotes the line, which may hold a key
         mark = exc.problem_mark
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = "a name is set twice" if isinstance(exc, yaml.constructor.ConstructorError) else "a mistake of syntax"
+        problem = "a name is set twice" if isinstance(exc, strict_yaml.SetTwice) else "a mistake of syntax"
         raise ConfigError(f"{where}: not valid YAML: {problem}{place}") from None
     except yaml.YAMLError:
         raise ConfigError(f"{where}: not valid YAML") from None
@@ -136,7 +137,7 @@ class _SetTwice(ValueError):
 def _load(text: str) -> Any:
     if text.lstrip().startswith(("{", "[")):  # YAML takes most JSON, but not tabs
         return json.loads(text, object_pairs_hook=_unique)
-    return yaml.load(text, Loader=_UniqueKeys)
+    return strict_yaml.load(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,16 +145,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise _SetTwice
     return found
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Safe YAML in which a name that stands twice in a mapping is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if len(set(seen)) != len(seen):
-            raise yaml.constructor.ConstructorError(None, None, "set twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def _complaint(error: Any) -> str:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from octavo.catalog import Device, Needs, Provider, Reject
+from octavo.catalog import Accept, Device, Needs, Provider, Reject
 from octavo.engine.plan import attention_facts
 from octavo.interfaces import AttentionBackend, AttentionParts, ModelFacts, SharedPrefix
 from octavo.model.operators import qk_norm_rope
@@ -56,20 +57,22 @@ class AttentionTarget:
         facts = attention_facts(model, spec.dtype, shape.block_size)
         return Needs("attention", self.device, shape.dtype, {**facts, "sinks": shape.sinks})
 
+    def answer(self, shape: Shape) -> Accept | Reject:
+        return self.provider.accepts(self.needs(shape), self._options())
+
+    def _options(self) -> Any:
+        return self.provider.options() if self.options is None else self.options
+
     def scene(self, shape: Shape, lengths: Sequence[int], **kw: Any) -> Scene:
         """A scene with a fresh backend; skips the test where the provider rejects the shape."""
-        options = self.provider.options() if self.options is None else self.options
-        answer = self.provider.accepts(self.needs(shape), options)
+        answer = self.answer(shape)
         if isinstance(answer, Reject):
             pytest.skip(f"{self.provider.name}: {answer.reason}")
         return Scene(self.build(shape.dtype), shape, self.device, lengths, **kw)
 
     def build(self, dtype: str) -> AttentionBackend:
-        from importlib import import_module
-
-        options = self.provider.options() if self.options is None else self.options
         module, _, name = self.provider.load.partition(":")
-        backend: AttentionBackend = getattr(import_module(module), name)(options, AttentionParts(self.device, dtype))
+        backend: AttentionBackend = getattr(import_module(module), name)(self._options(), AttentionParts(self.device, dtype))
         return backend
 
 
@@ -159,8 +162,7 @@ class AttentionSuite:
     def test_the_backend_accepts_a_common_shape(self, dtype: str) -> None:
         """So that a suite in which everything is skipped does not pass."""
         shape = Shape(heads=(32, 8), k_dim=128, block_size=64, dtype=dtype)
-        options = self.target.provider.options() if self.target.options is None else self.target.options
-        answer = self.target.provider.accepts(self.target.needs(shape), options)
+        answer = self.target.answer(shape)
         assert not isinstance(answer, Reject), answer
 
     @pytest.mark.parametrize(("heads", "dim", "size", "turn"), _shape_cases())
