@@ -113,6 +113,14 @@ def test_without_a_drain_streams_are_cut_at_once_and_plain_requests_get_503(star
     until(lambda: gone(engine), 0.5, "the engine process is gone")
 
 
+def test_a_reload_of_nothing_ends_nothing(start: Start) -> None:
+    """A service manager's `reload` sends SIGHUP, whose default is death."""
+    server = start().ready()
+    server.signal(signal.SIGHUP)
+    until(lambda: "SIGHUP: there is nothing to read again" in server.text, 3, "the log says that there was nothing to do")
+    assert server.status("/ready") == 200
+
+
 def test_a_second_signal_ends_the_drain_at_once(start: Start) -> None:
     server = start("--shutdown-timeout", "60").ready()
     engine = server.engine()

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import resource
 import signal
 import socket
@@ -128,7 +129,9 @@ class _Process:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)
             uv = _uvicorn_config(app, config)
-            if state.tenants.reloadable or uv.ssl is not None:
+            if (
+                state.tenants.reloadable or uv.ssl is not None or not os.isatty(0)
+            ):  # a terminal that closes ends what reloads nothing
                 loop.add_signal_handler(signal.SIGHUP, self._reload, state.tenants, uv.ssl)
             http = _Http(uv)
             serving, watching = asyncio.create_task(http.serve(sockets=[sock])), asyncio.create_task(state.watch.run())
@@ -210,6 +213,8 @@ class _Process:
 
     def _reload(self, tenants: Tenants, context: ssl.SSLContext | None) -> None:
         """SIGHUP: read again what may change while the server runs. What cannot be used changes nothing."""
+        if not tenants.reloadable and context is None:
+            log.warning("SIGHUP: there is nothing to read again: no --api-keys-file, and no TLS certificate")
         try:
             if tenants.reloadable:
                 tenants.reload()
