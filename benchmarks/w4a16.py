@@ -24,11 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "quant_awq" / "sr
 import torch
 import torch.nn.functional as F
 from octavo.bench.device_time import graph_time
-from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, ring_gemm, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, ring_gemm, split_gemm, triton_gemm, warpgroup_gemm
 from octavo_quant_awq.kernels.cuda_gemm import Shape
-from octavo_quant_awq.kernels.limits import NARROW_ROWS, RING_ROWS, WARPGROUP_ROWS
+from octavo_quant_awq.kernels.limits import NARROW_ROWS, RING_ROWS, SPLIT_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.kernels.narrow_gemm import NarrowShape, Operands
 from octavo_quant_awq.kernels.ring_gemm import RingShape
+from octavo_quant_awq.kernels.split_gemm import SplitShape
 from octavo_quant_awq.kernels.variant import Variant
 from octavo_quant_awq.kernels.warpgroup_gemm import WarpgroupShape
 from octavo_quant_awq.packing import Grouped, unblocked, unpaired
@@ -93,6 +94,13 @@ def narrow_op(w: Weights, x: Tensor, shape: NarrowShape) -> Op:
     return lambda i: narrow_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
 
 
+def split_op(w: Weights, x: Tensor, shape: SplitShape) -> Op:
+    call = split_gemm.function(VARIANT, shape, w.k, x.device)
+    meeting = split_gemm.Meeting(w.n, [shape], x.device)
+    out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
+    return lambda i: split_gemm.launch(call, shape, meeting, *w.tensors(i), x, None, out, 1)
+
+
 def warpgroup_op(w: Weights, x: Tensor, shape: WarpgroupShape) -> Op:
     call = warpgroup_gemm.function(VARIANT, shape, x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
@@ -131,6 +139,10 @@ def narrow_shape(m: int, n: int, k: int) -> NarrowShape | None:
     return narrow_gemm.choose_shape(m, n, k, VARIANT) if m <= NARROW_ROWS else None
 
 
+def split_shape(m: int, n: int, k: int) -> SplitShape | None:
+    return split_gemm.choose_shape(m, n, k, VARIANT) if SPLIT_ROWS[0] <= m <= SPLIT_ROWS[1] else None
+
+
 def ring_shape(m: int, n: int, k: int) -> RingShape | None:
     wanted = NARROW_ROWS < m <= RING_ROWS and not warpgroup_gemm.fills(n)
     return ring_gemm.choose_shape(m, n, k, VARIANT) if wanted else None
@@ -156,6 +168,9 @@ def compile_all(jobs: Sequence[Callable[[], Any]]) -> None:
 def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tuple[Op, float]]]:
     """What may serve m rows, by name, with the largest error that is right."""
     found: dict[str, Callable[[Weights, Tensor], tuple[Op, float]]] = {}
+    parts = split_shape(m, n, k)
+    if parts is not None:
+        found["split"] = lambda w, x: (split_op(w, x, parts), EXACT)
     few = narrow_shape(m, n, k)
     if few is not None:
         found["narrow"] = lambda w, x: (narrow_op(w, x, few), EXACT)
@@ -173,23 +188,25 @@ def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tup
     return found
 
 
-TAKEN = ("narrow", "ring", "warpgroup", "dequantised")
+TAKEN = ("split", "narrow", "ring", "warpgroup", "dequantised")
 """What quant_awq takes on Hopper: the first of these that serves a product."""
 
 
-def table(seconds: float) -> None:
+def table(seconds: float, counts: Sequence[int]) -> None:
     """Every product at every number of rows by every kernel at its default shape, and cuBLAS. The last lines are the sums of the four: `served`
     by the kernel that the plugin takes for each, and by every kernel that can serve all of them."""
     began, device = time.monotonic(), torch.device("cuda", 0)
-    few = {(m, older_shape(m, n, k)) for k, n in SHAPES.values() for m in ROWS if m <= 16}
-    fewest = {(narrow_gemm.held(m), s, k) for k, n in SHAPES.values() for m in ROWS if (s := narrow_shape(m, n, k)) is not None}
-    more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in ROWS if m <= WARPGROUP_ROWS}
-    ring = {s for k, n in SHAPES.values() for m in ROWS if (s := ring_shape(m, n, k)) is not None}
+    few = {(m, older_shape(m, n, k)) for k, n in SHAPES.values() for m in counts if m <= 16}
+    fewest = {(narrow_gemm.held(m), s, k) for k, n in SHAPES.values() for m in counts if (s := narrow_shape(m, n, k)) is not None}
+    more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in counts if m <= WARPGROUP_ROWS}
+    ring = {s for k, n in SHAPES.values() for m in counts if (s := ring_shape(m, n, k)) is not None}
+    parts = {(s, k) for k, n in SHAPES.values() for m in counts if (s := split_shape(m, n, k)) is not None}
     compile_all(
         [lambda job=job: older_function(*job) for job in few]  # type: ignore[misc]
         + [lambda m=m, s=s, k=k: narrow_gemm.function(VARIANT, m, s, k, device) for m, s, k in fewest]  # type: ignore[misc]
         + [lambda s=s: warpgroup_gemm.function(VARIANT, s, device) for s in more]  # type: ignore[misc]
         + [lambda s=s: ring_gemm.function(VARIANT, s, device) for s in ring]  # type: ignore[misc]
+        + [lambda s=s, k=k: split_gemm.function(VARIANT, s, k, device) for s, k in parts]  # type: ignore[misc]
         + [lambda: library.function(VARIANT, device)]
     )
     times: dict[tuple[str, int], list[float]] = {}
@@ -197,7 +214,7 @@ def table(seconds: float) -> None:
         w = Weights(k, n)
         weight = w.truth(0)
         plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(3)]
-        for m in ROWS:
+        for m in counts:
             if time.monotonic() - began > seconds:
                 say("out of time")
                 return
@@ -216,7 +233,7 @@ def table(seconds: float) -> None:
             times.setdefault(("cuBLAS", m), []).append(blas)
             say(f"{name} M {m} (floor {w.floor:.1f}): {', '.join(line)}, cuBLAS {blas:.1f}")
     sums = {key: sum(found) for key, found in times.items() if len(found) == len(SHAPES)}
-    for m in ROWS:
+    for m in counts:
         blas = sums["cuBLAS", m]
         say(f"M {m}: " + ", ".join(f"{kernel} {v:.1f} ({blas / v:.2f})" for (kernel, at), v in sums.items() if at == m))
 
@@ -310,9 +327,10 @@ def sweep(seconds: float, rows: Sequence[int]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", type=int, nargs="+", metavar="ROWS", help="try block shapes at these numbers of rows instead")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="ROWS", help="numbers of rows of the table")
     parser.add_argument("--seconds", type=float, default=100, help="stop after this long")
     args = parser.parse_args()
     if args.sweep:
         sweep(args.seconds, args.sweep)
     else:
-        table(args.seconds)
+        table(args.seconds, args.rows)

@@ -132,6 +132,44 @@ def test_few_rows_of_uneven_size_lose_nothing(outputs: int) -> None:
         assert not matrix(torch.zeros_like(x)).any()
 
 
+def test_parts_of_many_inputs_meet_in_every_strip() -> None:
+    """33 strips of outputs, the last with one tile, so that a cluster has a block without weights; groups of 64."""
+    matrix, weight = matrix_and_weight(8192, 4112, "cuda")
+    check_products(matrix, weight, tuple(range(1, 18)))
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9, 16])
+def test_overlapping_launches_share_where_parts_meet(rows: int) -> None:
+    """A graph of dependent launches, one matrix several times and twice in a row among them, replayed with other inputs; each result from what its
+    product was given, and the same bits each time."""
+    down, down_weight = matrix_and_weight(14336, 1024, "cuda")
+    up, up_weight = matrix_and_weight(1024, 14336, "cuda")
+    x, other = (torch.empty(rows, 14336, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def chain() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        first, second = down(x), down(other)
+        wide = up(first)
+        third = down(wide)
+        return [(x, down_weight, first), (other, down_weight, second), (first, up_weight, wide), (wide, down_weight, third)]
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps = chain()
+    for _ in range(20):
+        x.normal_()
+        other.normal_()
+        graph.replay()
+        once = [step[2].clone() for step in steps]
+        for i, (given, weight, result) in enumerate(steps):
+            right = given.double() @ weight.T
+            error = float((result.double() - right).norm() / right.norm())
+            assert error < 4e-3, f"product {i}: off by {error:.1e}"
+        graph.replay()
+        for i, step in enumerate(steps):
+            assert torch.equal(step[2], once[i]), f"product {i}: other bits the second time"
+
+
 def test_loading_holds_no_more_than_a_tenth_besides() -> None:
     """Tensors come one at a time, as the loader brings them; the highest use of memory against what stays."""
     from octavo.interfaces import QuantizerParts

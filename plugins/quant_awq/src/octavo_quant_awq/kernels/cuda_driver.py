@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from octavo.cuda import Function, TensorMap, compile_source, tensor_map
 
-__all__ = ["CudaFunction", "compile_file", "compile_source", "tensor_map"]
+__all__ = ["CudaFunction", "compile_file", "compile_source", "header", "tensor_map"]
+
+
+def header(name: str) -> str:
+    """The text of a file of this package, for `compile_file` to put before another."""
+    return resources.files(__package__).joinpath(name).read_text()
 
 
 def compile_file(name: str, defines: dict[str, int], device: torch.device, *, features: str = "", before: str = "") -> Any:
     """A module of common.cuh, the text `before` and a file of this package; the rest as `compile_source`."""
-    files = resources.files(__package__)
-    source = "\n".join((files.joinpath("common.cuh").read_text(), before, files.joinpath(name).read_text()))
+    source = "\n".join((header("common.cuh"), before, header(name)))
     return compile_source(source, defines, device, features=features)
 
 

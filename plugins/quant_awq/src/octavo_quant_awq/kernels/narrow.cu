@@ -3,22 +3,14 @@
 // x [M, K] 16 bits, W [N, K] in the layout of packing.py, out [M, N]. The tensor cores compute out^T, as in w4a16.cu.
 //
 // A block owns 16 * ROW_TILES * WARPS_N rows of W, and its WARPS_K sets of warps share K by blocks of 128 inputs. A warp's first lane keeps STAGES bulk copies of
-// ROW_TILES KB in flight. They begin, and scales and zero points with them, before the kernel that makes x has ended. Sums are added up in a fixed order: results do
-// not vary between runs.
+// ROW_TILES KB in flight. The first begins, and scales and zero points with it, before the kernel that makes x has ended; the others once x has been asked for, which would
+// come after them. Sums are added up in a fixed order: results do not vary between runs.
 //
 // x: where WARPS_N is 1, every warp has a ring of it too and waits for no other; else the block reads all of it first.
 //
-// OPERANDS: how weights become operands of x's dtype. CENTRED: offset and zero point are subtracted from every weight. SUMS: from the products, by sums of x that the
-// tensor cores make as well. SCALED (WARPS_N > 1): operands are float16 whatever x is, each group of x scaled by a power of two that brings it into range, which loses
-// nothing; the inputs of odd pairs are divided by 16 besides, since their nibbles stay where they lie in a word: 5 instructions instead of 7 for 8 weights. The sums of x are
-// made as it is read, which pays for few rows.
-//
-// Macros besides those of common.cuh: OPERANDS, TOKENS (1, or the most rows of x), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, SPLIT (0 or 1: products of a group
+// Macros besides those of common.cuh and operands.cuh: TOKENS (1, or the most rows of x), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, SPLIT (0 or 1: products of a group
 // are summed in two chains, which takes registers), TAIL (K is no multiple of 128).
 
-#define CENTRED (OPERANDS == 0)
-#define SUMS (OPERANDS == 1)
-#define SCALED (OPERANDS == 2)
 #define THREADS (32 * WARPS_N * WARPS_K)
 #define TILES (ROW_TILES * WARPS_N)
 #define PITCH (16 * ROW_TILES + 4)
@@ -26,71 +18,8 @@
 #define X_RING (WARPS_N == 1)
 #define X_ROW (TOKENS > 1 ? 272 : 256) // bytes of a row of a block of x in the ring; 16 more, so that ldmatrix meets no bank twice
 #define X_SLOT (TOKENS * X_ROW)
+#define FIRST 1 // stages that begin before x
 #define CHUNKS (2 + ZEROS) // of 16 bytes, for scales and zero points of a tile
-
-#if SCALED
-#undef MAGIC
-#define MAGIC 0x64006400u // 1024 + q in float16
-#endif
-
-// c [16, 8] += a [16, 16] b [16, 8] of what the operands are here.
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if SCALED
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-#else
-    mma(c, a0, a1, a2, a3, b0, b1);
-#endif
-}
-
-// (w & 0x00f000f0) | magic: 1024 + 16 q in float16.
-__device__ __forceinline__ u32 spread_high(u32 w, u32 magic) {
-    u32 d;
-    asm("lop3.b32 %0, %1, 0x00f000f0, %2, 0xea;" : "=r"(d) : "r"(w), "r"(magic));
-    return d;
-}
-
-__device__ __forceinline__ void store_shared_16(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
-// Eight inputs, past L1: it may hold what lay there before the kernel in front wrote them.
-__device__ __forceinline__ uint4 load_8(const u16* p) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
-}
-
-#if SCALED
-// A chunk of eight inputs of a group, in as many lanes as the group has chunks, all of them in the call: to `to` in float16, scaled; and by the group's first lane to `note`
-// what products need: -1024 times the sum of x as it is stored, -sum, both as they were before scaling, and what undoes it. odd: the chunk is of odd pairs.
-__device__ __forceinline__ void scale_x(uint4 v, bool odd, bool stored, bool first, u32 to, u32 note) {
-    const u32 w[4] = {v.x, v.y, v.z, v.w};
-    float f[8], most = 0, sum = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        f[i] = widen(i % 2 ? w[i / 2] >> 16 : w[i / 2] & 0xffff, BF16);
-        most = fmaxf(most, fabsf(f[i]));
-        sum += f[i];
-    }
-#pragma unroll
-    for (int d = 1; d < 16 / SUB; d *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
-    const int exponent = min(max((int)(__float_as_uint(most) >> 23), 20), 254); // the largest comes to 2^14 up to 2^15
-    const float scale = __uint_as_float((268 - exponent) << 23), factor = odd ? scale / 16 : scale;
-    u32 h[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h[i]) : "f"(f[2 * i + 1] * factor), "f"(f[2 * i] * factor));
-    if (stored) store_shared_16(to, h[0], h[1], h[2], h[3]);
-    float part = odd ? sum / 16 : sum;
-#pragma unroll
-    for (int d = 1; d < 16 / SUB; d *= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, d);
-        part += __shfl_xor_sync(0xffffffffu, part, d);
-    }
-    if (stored && first)
-        store_shared_16(note, __float_as_uint(-1024 * part), __float_as_uint(-sum), (exponent - 14) << 23, 0);
-}
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) narrow(
     const uint4* __restrict__ words, const uint4* __restrict__ scales, const uint4* __restrict__ zeros, const u16* x,
@@ -122,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
         for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1);
         barriers_ready();
 #pragma unroll
-        for (int s = 0; s < STAGES; s++)
+        for (int s = 0; s < FIRST; s++)
             if (s < turns) fetch(s);
     }
     __syncwarp();
@@ -140,6 +69,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 
+    auto fetch_rest = [&] {
+        if (lane == 0) {
+#pragma unroll
+            for (int s = FIRST; s < STAGES; s++)
+                if (s < turns) fetch(s);
+        }
+    };
     wait_for_previous(); // weights are written by no step; x is, by the kernel before
 #if X_RING
     const u32 x_ring = x_at + warp * STAGES * X_SLOT;
@@ -154,36 +90,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
     };
 #pragma unroll
     for (int s = 0; s < STAGES; s++) fetch_x(s, s);
+    fetch_rest();
     u32 row = x_ring + (TOKENS == 1 ? 0 : min(lane % 8, M - 1)) * X_ROW + lane / 8 * 16;
 #else
     const u32 x_pitch = blocks * 256 + (TOKENS > 1 ? 16 : 0);
     const int chunks = blocks * 16; // of eight inputs
-    for (int m = 0; m < (TOKENS == 1 ? 1 : M); m++) {
-        const u16* from_x = x + (size_t)m * x_stride;
-        const u32 to = x_at + m * x_pitch;
 #if SCALED
-        for (int c0 = warp * 32; c0 < chunks; c0 += 4 * THREADS) {
-            uint4 v[4];
+    for (int c = threadIdx.x; c - lane < chunks; c += THREADS) { // alike in all lanes
+        uint4 v[TOKENS];
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const int c = c0 + n * THREADS + lane;
-                v[n] = make_uint4(0, 0, 0, 0);
-                if (c < chunks && (!TAIL || c * 8 < K)) v[n] = load_8(from_x + c * 8);
-            }
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const int c = c0 + n * THREADS + lane;
-                if (c - lane < chunks) // alike in all lanes
-                    scale_x(v[n], c % 2, c < chunks, c % (16 / SUB) == 0, to + c * 16, notes_at + (c / (16 / SUB) * TOKENS + m) * 16);
-            }
+        for (int m = 0; m < TOKENS; m++) {
+            v[m] = make_uint4(0, 0, 0, 0);
+            if (m < M && c < chunks && (!TAIL || c * 8 < K)) v[m] = load_8(x + (size_t)m * x_stride + c * 8);
         }
+        if (c < THREADS) fetch_rest();
+#pragma unroll
+        for (int m = 0; m < TOKENS; m++)
+            if (m < M) scale_x(v[m], c % 2, c < chunks, c % (16 / SUB) == 0, x_at + m * x_pitch + c * 16, notes_at + (c / (16 / SUB) * TOKENS + m) * 16);
+    }
+    if (warp * 32 >= chunks) fetch_rest(); // had no part of x
 #else
+    for (int m = 0; m < (TOKENS == 1 ? 1 : M); m++)
         for (int c = threadIdx.x; c < chunks; c += THREADS) {
             const bool inside = !TAIL || c * 8 < K;
-            copy_16(to + c * 16, from_x + (inside ? c * 8 : 0), inside);
+            copy_16(x_at + m * x_pitch + c * 16, x + (size_t)m * x_stride + (inside ? c * 8 : 0), inside);
         }
+    fetch_rest();
 #endif
-    }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     u32 row = x_at + warp_k * 256 + (TOKENS == 1 ? 0 : min(lane % 8, M - 1)) * x_pitch + lane / 8 * 16;

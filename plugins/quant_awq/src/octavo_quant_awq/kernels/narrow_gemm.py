@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file, header
 from octavo_quant_awq.kernels.variant import Variant
 
 PROCESSORS = 132
@@ -26,7 +26,7 @@ multiprocessors that are free, and all wait for those: the products of a layer i
 
 
 class Operands(IntEnum):
-    """How weights become operands of the tensor cores: narrow.cu says."""
+    """How weights become operands of the tensor cores: operands.cuh says."""
 
     CENTRED = 0
     SUMS = 1
@@ -82,12 +82,14 @@ def choose_shape(m: int, rows: int, inputs: int, variant: Variant) -> NarrowShap
     tiles, blocks = -(-rows // 16), _blocks(inputs)
     each = -(-tiles // (PROCESSORS * -(-tiles // (28 * PROCESSORS))))  # tiles a block, in as few waves of blocks as there can be
     if each <= 4:
-        shape = NarrowShape(each, 1, min(8 if blocks < 64 else 16, blocks), 2, Operands.SUMS)
+        shapes = [NarrowShape(each, 1, min(8 if m == 1 and blocks < 64 else 16, blocks), 2, Operands.SUMS)]
     else:
         warps_n = -(-each // 2)
         warps_k = max(1, min(4, 28 // warps_n, blocks))
-        shape = NarrowShape(2, warps_n, warps_k, *((2, Operands.SCALED) if m == 1 else (1, Operands.CENTRED)))
-    return shape if shape.taken(variant, held(m), inputs) <= MOST else None
+        shapes = [NarrowShape(2, warps_n, warps_k, 1, Operands.CENTRED)]
+        if m <= 4:
+            shapes.insert(0, NarrowShape(2, warps_n, warps_k, 2, Operands.SCALED))
+    return next((shape for shape in shapes if shape.taken(variant, held(m), inputs) <= MOST), None)
 
 
 @cache
@@ -98,9 +100,8 @@ def function(variant: Variant, tokens: int, shape: NarrowShape, inputs: int, dev
         "STAGES": shape.stages, "OPERANDS": int(shape.operands), "SPLIT": int(shape.split),
     }  # fmt: skip
     shared = max(shape.taken(variant, tokens, inputs), ALONE)
-    return CudaFunction(
-        compile_file("narrow.cu", defines, device), "narrow", threads=shape.threads, cluster=1, shared=shared, dependent=True
-    )
+    module = compile_file("narrow.cu", defines, device, before=header("operands.cuh"))
+    return CudaFunction(module, "narrow", threads=shape.threads, cluster=1, shared=shared, dependent=True)
 
 
 def launch(

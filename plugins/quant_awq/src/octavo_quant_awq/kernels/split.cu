@@ -1,0 +1,269 @@
+// out = x W^T + bias for up to sixteen rows of x, W in 4 bits, on Hopper: K over gridDim.y / PAIR blocks, for matrices with many inputs and few outputs.
+//
+// x [M, K] 16 bits, W [N, K] in the layout of packing.py, K a multiple of 128, out [M, N]. narrow.cu gives a block few outputs and all inputs there, so that every
+// multiprocessor reads all of x, as many bytes as weights at eight rows. Here a block has 16 * TILES rows of W and one of the parts of K, and that part of x.
+//
+// Weights come as in narrow.cu: every warp has a ring of its own. x: OPERANDS SCALED, read by all threads, which scale it; else by bulk copies into shared memory, X_BLOCKS blocks
+// of 128 inputs at a time, each with a barrier, and the PAIR blocks of a cluster, whose rows of W are neighbours, copy a part each for both.
+//
+// The sums of the blocks of a strip meet in `partial` [strip][part of K][TOKENS * TILES * 4] float4; the last to arrive, by `arrived` [strip], which is 0 between launches, adds
+// them up in their order: results do not vary between runs. Both are used after wait_for_previous alone, when every launch before has ended, so launches that follow each other
+// share them, overlapping as dependent launches do. Launches on two streams at once must not.
+//
+// Macros besides those of common.cuh and operands.cuh: TOKENS (8 or 16), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, PAIR (1 or 2), SPLIT (0 or 1: products of a group
+// are summed in two chains, which takes registers).
+
+#define WARPS (WARPS_N * WARPS_K)
+#define THREADS (32 * WARPS)
+#define TILES (ROW_TILES * WARPS_N)
+#define PITCH (16 * ROW_TILES + 4)
+#define SLOT (ROW_TILES * 1024)
+#define FIRST 1 // stages that begin before x
+#define CHUNKS (2 + ZEROS) // of 16 bytes, for scales and zero points of a tile
+#define EIGHTS (TOKENS / 8)
+#define X_BLOCKS 2
+#define X_BARRIERS 64 // for up to 128 blocks of inputs a part
+#define PARTS 8 // of K, at most
+
+__device__ __forceinline__ void store_l2(float4* p, float4 v) {
+    asm volatile("st.global.cg.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+__device__ __forceinline__ float4 load_l2(const float4* p) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+    return v;
+}
+
+// As bulk_copy, to the same place of every block of the cluster that `blocks` has a bit for, each of which counts the bytes at its own barrier.
+__device__ __forceinline__ void bulk_copy_all(u32 to, const void* from, u32 bytes, u32 barrier, u16 blocks) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"(blocks) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
+    const uint4* __restrict__ words, const uint4* __restrict__ scales, const uint4* __restrict__ zeros, const u16* x,
+    const u16* __restrict__ bias, u16* __restrict__ out, float4* partial, u32* arrived, int M, int N, int K, int x_stride, int group_step) {
+    extern __shared__ __align__(128) unsigned char memory[]; // rings of weights; scales; zero points; notes of scale_x; x
+    __shared__ __align__(8) u64 barriers[WARPS * STAGES + X_BARRIERS];
+    __shared__ u32 before;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
+    const int rank = blockIdx.y % PAIR, part = blockIdx.y / PAIR, parts = gridDim.y / PAIR, strip = blockIdx.x * PAIR + rank;
+    const int tiles = (N + 15) / 16, tile0 = strip * TILES, mine = tile0 + warp_n * ROW_TILES; // of 16 rows
+    const int blocks = K / 128, first = blocks * part / parts, count = blocks * (part + 1) / parts - first, most = (blocks + parts - 1) / parts; // of 128 inputs
+    const u32 base = (u32)__cvta_generic_to_shared(memory);
+    const u32 ring = base + warp * STAGES * SLOT, full = (u32)__cvta_generic_to_shared(barriers) + warp * STAGES * 8;
+    const u32 x_full = (u32)__cvta_generic_to_shared(barriers) + WARPS * STAGES * 8;
+    const u32 scales_at = base + WARPS * STAGES * SLOT, zeros_at = scales_at + most * SUB * TILES * 32;
+    const u32 notes_at = zeros_at + ZEROS * most * SUB * TILES * 16, x_at = notes_at + SCALED * most * SUB * TOKENS * 16;
+    const u32 x_pitch = most * 256 + 16; // bytes of a row; 16 more, so that ldmatrix meets no bank twice
+
+    launch_dependents();
+    const int valid = max(0, min(ROW_TILES, tiles - mine)); // rows past the last tile keep whatever lies there: they are not written
+    const int turns = valid && warp_k < count ? (count - warp_k + WARPS_K - 1) / WARPS_K : 0; // this warp's blocks of inputs
+    const unsigned char* from = (const unsigned char*)words + ((size_t)(first + warp_k) * tiles + mine) * 1024;
+    const size_t turn_bytes = (size_t)WARPS_K * tiles * 1024;
+    const u64 policy = evict_first();
+    auto fetch = [&](int s) {
+        arrive_expect(full + 8 * s, valid * 1024);
+        bulk_copy(ring + s * SLOT, from, valid * 1024, full + 8 * s, policy);
+        from += turn_bytes;
+    };
+    const int batches = (count + X_BLOCKS - 1) / X_BLOCKS;
+    if (lane == 0) {
+#pragma unroll
+        for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1);
+        if (!SCALED)
+            for (int b = warp; b < batches; b += WARPS) barrier_init(x_full + 8 * b, 1);
+        barriers_ready();
+#pragma unroll
+        for (int s = 0; s < FIRST; s++)
+            if (s < turns) fetch(s);
+    }
+    __syncwarp();
+    if (PAIR > 1) cluster_arrive(); // barriers of x are ready for what the other block copies
+
+    for (int c = threadIdx.x; c < count * SUB * TILES * CHUNKS; c += THREADS) { // scales and zero points, [group][tile of this block]
+        const int n = c / (TILES * CHUNKS), i = c % (TILES * CHUNKS), j = i < 2 * TILES ? i / 2 : i - 2 * TILES;
+        const int group = first * SUB + n;
+        if (tile0 + j >= tiles) continue;
+        const size_t at = (size_t)(SUB == 1 ? group * group_step : group) * tiles + tile0 + j;
+        if (i < 2 * TILES)
+            copy_16(scales_at + (n * TILES * 2 + i) * 16, scales + at * 2 + i % 2, true);
+        else
+            copy_16(zeros_at + (n * TILES + j) * 16, zeros + at, true);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    auto fetch_rest = [&] {
+        if (lane == 0) {
+#pragma unroll
+            for (int s = FIRST; s < STAGES; s++)
+                if (s < turns) fetch(s);
+        }
+    };
+
+    wait_for_previous(); // weights are written by no step; x is, by the kernel before
+    if (PAIR > 1) cluster_wait();
+    const u16* from_x = x + first * 128;
+#if SCALED
+    const int eights = count * 16;
+    for (int c = threadIdx.x; c - lane < eights; c += THREADS) { // alike in all lanes
+        uint4 v[TOKENS];
+#pragma unroll
+        for (int m = 0; m < TOKENS; m++) {
+            v[m] = make_uint4(0, 0, 0, 0);
+            if (m < M && c < eights) v[m] = load_8(from_x + (size_t)m * x_stride + c * 8);
+        }
+        if (c < THREADS) fetch_rest();
+#pragma unroll
+        for (int m = 0; m < TOKENS; m++)
+            if (m < M) scale_x(v[m], c % 2, c < eights, c % (16 / SUB) == 0, x_at + m * x_pitch + c * 16, notes_at + (c / (16 / SUB) * TOKENS + m) * 16);
+    }
+    if (warp * 32 >= eights) fetch_rest(); // had no part of x
+#else
+    for (int b = warp; b < batches; b += WARPS) { // a row a lane
+        const int bytes = min(X_BLOCKS, count - b * X_BLOCKS) * 256;
+        if (lane == 0) arrive_expect(x_full + 8 * b, M * bytes);
+        __syncwarp();
+        const u32 to = x_at + lane * x_pitch + b * X_BLOCKS * 256;
+        const u16* row = from_x + (size_t)lane * x_stride + b * X_BLOCKS * 128;
+        if (lane < M && PAIR == 1) bulk_copy(to, row, bytes, x_full + 8 * b);
+        if (lane < M && PAIR > 1 && b % PAIR == rank) bulk_copy_all(to, row, bytes, x_full + 8 * b, (1 << PAIR) - 1);
+    }
+    fetch_rest();
+#endif
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+
+    u32 row[EIGHTS]; // of x, that this lane names to ldmatrix
+#pragma unroll
+    for (int j = 0; j < EIGHTS; j++) row[j] = x_at + warp_k * 256 + min(8 * j + lane % 8, M - 1) * x_pitch + lane / 8 * 16;
+    u32 magic = MAGIC;
+    asm volatile("" : "+r"(magic)); // in a register once, not at each use
+    float acc[ROW_TILES][EIGHTS][4] = {};
+    u32 scale_at = scales_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 32 + g * 4;
+    u32 zero_at = zeros_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 16 + g * 2;
+    u32 note_at = notes_at + (warp_k * SUB * TOKENS + 2 * t) * 16;
+    int s = 0, parity = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; turn++) {
+        if (!SCALED) wait(x_full + 8 * ((warp_k + turn * WARPS_K) / X_BLOCKS), 0);
+        wait(full + 8 * s, parity);
+        uint4 word[ROW_TILES][2];
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) word[r][h] = load_shared_16(ring + s * SLOT + r * 1024 + h * 512 + lane * 16);
+        uint4 v[2][EIGHTS]; // x for this step of 32 inputs, and for the next
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j++) v[0][j] = ldmatrix(row[j]);
+#pragma unroll
+        for (int u = 0; u < SUB; u++) {
+            u32 both[ROW_TILES], zero[ROW_TILES]; // scales and zero points of rows g (low half) and g + 8
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++) {
+                both[r] = load_shared_4(scale_at + (u * TILES + r) * 32);
+                zero[r] = ZEROS ? load_shared_2(zero_at + (u * TILES + r) * 16) : 0x0808;
+            }
+            float sums[ROW_TILES][EIGHTS][2][4] = {}; // [1] is used where SPLIT
+#pragma unroll
+            for (int i = u * 4 / SUB; i < (u + 1) * 4 / SUB; i++) {
+#pragma unroll
+                for (int j = 0; j < EIGHTS; j++)
+                    if (i < 3) v[(i + 1) % 2][j] = ldmatrix(row[j] + 64 * (i + 1));
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++) {
+                    u32 a[2][4]; // [row g or g + 8][pair of inputs]
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const uint4 four = word[r][h];
+                        const u32 w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+#if SCALED
+                        a[h][0] = spread(w, magic), a[h][1] = spread_high(w, magic);
+                        a[h][2] = spread(w >> 8, magic), a[h][3] = spread_high(w >> 8, magic);
+#else
+#pragma unroll
+                        for (int p = 0; p < 4; p++) a[h][p] = fma2(spread(w >> 4 * p, magic), ONES, (MAGIC | MINUS_ZERO) + (h ? zero[r] >> 8 : zero[r] & 0xff) * 0x10001u);
+#endif
+                    }
+#pragma unroll
+                    for (int j = 0; j < EIGHTS; j++) {
+                        const uint4 b = v[i % 2][j];
+                        multiply(sums[r][j][0], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
+                        multiply(sums[r][j][SPLIT], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
+                    }
+                }
+                if (i == 0) { // every lane has its words
+                    __syncwarp();
+                    if (lane == 0 && turn + STAGES < turns) fetch(s);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < EIGHTS; j++) {
+#if SCALED
+                uint4 note[2]; // of tokens 2 t and 2 t + 1
+#pragma unroll
+                for (int e = 0; e < 2; e++) note[e] = load_shared_16(note_at + (u * TOKENS + 8 * j + e) * 16);
+#endif
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++) {
+                    const float low = widen(both[r] & 0xffffu, SCALE_BF16), high = widen(both[r] >> 16, SCALE_BF16);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        float sum = sums[r][j][0][e] + (SPLIT ? sums[r][j][1][e] : 0);
+#if SCALED
+                        const float z = e < 2 ? zero[r] & 0xff : zero[r] >> 8;
+                        sum = sum * __uint_as_float(note[e % 2].z) + __uint_as_float(note[e % 2].x) + z * __uint_as_float(note[e % 2].y);
+#endif
+                        acc[r][j][e] += (e < 2 ? low : high) * sum;
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j++) row[j] += WARPS_K * 256;
+        scale_at += WARPS_K * SUB * TILES * 32, zero_at += WARPS_K * SUB * TILES * 16, note_at += WARPS_K * SUB * TOKENS * 16;
+        if (++s == STAGES) s = 0, parity ^= 1;
+    }
+
+    // The warp's ring has been read: its memory takes the sums, float [token][PITCH].
+    float* own = (float*)(memory + warp * STAGES * SLOT);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (8 * j + 2 * t + e % 2 < M) own[(8 * j + 2 * t + e % 2) * PITCH + 16 * r + g + e / 2 * 8] = acc[r][j][e];
+    if (PAIR > 1 && warp == 0)
+        for (int b = 0; b < batches; b++) wait(x_full + 8 * b, 0); // a block without weights ends no earlier than the other's copies to it
+    __syncthreads();
+    float4* const of_strip = partial + (size_t)strip * parts * (TOKENS * TILES * 4);
+    for (int e = threadIdx.x; e < M * TILES * 4; e += THREADS) {
+        const int at = e % (TILES * 4) * 4, offset = at / (16 * ROW_TILES) * STAGES * SLOT + (e / (TILES * 4) * PITCH + at % (16 * ROW_TILES)) * 4;
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int k = 0; k < WARPS_K; k++) {
+            const float4 more = *(const float4*)(memory + offset + k * WARPS_N * STAGES * SLOT);
+            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+        }
+        store_l2(of_strip + part * (TOKENS * TILES * 4) + e, sum);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) // past the last, the counter starts again at 0
+        asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrived + strip), "r"(parts - 1) : "memory");
+    __syncthreads();
+    if (before + 1 < parts) return;
+    for (int e = threadIdx.x; e < M * TILES * 4; e += THREADS) {
+        const int token = e / (TILES * 4), n = 16 * tile0 + e % (TILES * 4) * 4;
+        float4 sum = make_float4(0, 0, 0, 0), more[PARTS];
+#pragma unroll
+        for (int k = 0; k < PARTS; k++)
+            if (k < parts) more[k] = load_l2(of_strip + k * (TOKENS * TILES * 4) + e);
+#pragma unroll
+        for (int k = 0; k < PARTS; k++)
+            if (k < parts) sum.x += more[k].x, sum.y += more[k].y, sum.z += more[k].z, sum.w += more[k].w;
+        store_4(out + (size_t)token * N + n, bias, n, N, sum);
+    }
+}

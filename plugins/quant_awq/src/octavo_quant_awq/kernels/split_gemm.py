@@ -1,0 +1,106 @@
+"""W4A16 for two to sixteen rows of matrices with many inputs and few outputs, on Hopper: the launches of split.cu, and which of its shapes serves
+which product.
+
+Owns compiled variants, and what a matrix needs besides: where sums of parts of K meet. Compiling happens when a variant is first asked for, which
+must be before a graph is captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file, header
+from octavo_quant_awq.kernels.narrow_gemm import ALONE, MOST, PROCESSORS, Operands
+from octavo_quant_awq.kernels.variant import Variant
+
+PARTS = 4
+"""Blocks that share K: with two, x took as many bytes as without; with eight, adding up took what x no longer did."""
+MANY = 8192
+"""Inputs from which on reading all of x costs more than adding up (measured: 14336 gains, 4096 loses)."""
+LARGEST = 128 * PARTS * 128
+"""Inputs for which a block has barriers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitShape:
+    """A block of the kernel: tokens rows of x at most (8 or 16); 32 outputs a warp, warps_n warps side by side, warps_k that share K; stages blocks
+    of 128 inputs in flight a warp; pair: neighbours that copy x together (1 or 2)."""
+
+    tokens: int
+    warps_n: int
+    warps_k: int
+    stages: int
+    operands: Operands
+    pair: int
+
+    @property
+    def rows(self) -> int:
+        return 32 * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_k
+
+    def taken(self, variant: Variant, inputs: int) -> int:
+        """Bytes of shared memory that a block needs."""
+        blocks = -(-inputs // 128 // PARTS)
+        weights = self.warps_n * self.warps_k * self.stages * 2048 + blocks * variant.sub * self.rows * (2 + variant.zeros)
+        notes = blocks * variant.sub * 16 if self.operands is Operands.SCALED else 0
+        return weights + self.tokens * (blocks * 256 + 16 + notes)
+
+    def strips(self, rows: int) -> int:
+        """Blocks side by side for that many outputs."""
+        return -(-rows // (self.rows * self.pair)) * self.pair
+
+
+def held(m: int) -> int:
+    """Rows of x that a variant for m rows has room for: 8 or 16."""
+    return 8 if m <= 8 else 16
+
+
+def choose_shape(m: int, rows: int, inputs: int, variant: Variant) -> SplitShape | None:
+    """The shape for m rows of x, 2 to 16, times a matrix [rows, inputs]: a block for every multiprocessor. None: another kernel is faster, or has to
+    serve."""
+    warps_n = -(-rows * PARTS // (32 * PROCESSORS))
+    if inputs < MANY or inputs > LARGEST or variant.tail or warps_n > 8:
+        return None
+    shape = SplitShape(held(m), warps_n, 16 // warps_n, 2, *((Operands.SCALED, 1) if m <= 8 else (Operands.CENTRED, 2)))
+    return shape if shape.taken(variant, inputs) <= MOST else None
+
+
+@cache
+def function(variant: Variant, shape: SplitShape, inputs: int, device: torch.device) -> CudaFunction:
+    """The compiled kernel; the first call compiles."""
+    defines = variant.defines | {
+        "TOKENS": shape.tokens, "ROW_TILES": 2, "WARPS_N": shape.warps_n, "WARPS_K": shape.warps_k, "STAGES": shape.stages,
+        "OPERANDS": int(shape.operands), "PAIR": shape.pair, "SPLIT": 1,
+    }  # fmt: skip
+    module = compile_file("split.cu", defines, device, before=header("operands.cuh"))
+    shared = max(shape.taken(variant, inputs), ALONE)
+    return CudaFunction(module, "split", threads=shape.threads, cluster=shape.pair, shared=shared, dependent=True)
+
+
+class Meeting:
+    """Where the sums of one matrix's parts of K meet. Launches that follow each other on a stream share it, also where they overlap and within graphs
+    (split.cu says why); two streams must not use it at once."""
+
+    def __init__(self, rows: int, shapes: list[SplitShape], device: torch.device) -> None:
+        sums = max(shape.strips(rows) * PARTS * shape.tokens * shape.rows for shape in shapes)
+        self.partial = torch.empty(sums, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max(shape.strips(rows) for shape in shapes), dtype=torch.int32, device=device)
+
+
+def launch(
+    call: CudaFunction, shape: SplitShape, meeting: Meeting, words: Tensor, scales: Tensor, zeros: Tensor | None, x: Tensor, bias: Tensor | None,
+    out: Tensor, group_step: int,
+) -> Tensor:  # fmt: skip
+    """out [M, N] = x [M, K] W^T + bias. x's rows must be dense and start at multiples of 16 bytes."""
+    (m, k), n = x.shape, out.shape[1]
+    pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0, x.data_ptr(),
+                bias.data_ptr() if bias is not None else 0, out.data_ptr(), meeting.partial.data_ptr(), meeting.arrived.data_ptr())  # fmt: skip
+    call(shape.strips(n) // shape.pair, 1, pointers, (m, n, k, x.stride(0), group_step), y=PARTS * shape.pair)
+    return out
