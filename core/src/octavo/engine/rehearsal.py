@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 CompileAhead = Callable[[], AbstractContextManager[Any]]
 """Yields an object with `compiled` and `fetched`, kernels that are ready, and `all_fetched()`: so far all came from the cache on disk."""
 
-ROWS = (1, 2, 4, 8, 16, 24, 64, 256)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 256)
 """Decoding rows. Kernels for few rows differ from those for many, and rows that share a prefix have some of their own."""
 SHARED_TOKENS = 4096
-PROMPTS = (16, 100, 300, 1024)
+PROMPTS = (16, 100, 300, 1024, 2048)
 """Tokens of a prompt, computed beside a row that decodes."""
 
 
