@@ -27,7 +27,7 @@ def test_prompts_come_back_in_order_with_their_text(llm: LLM) -> None:
 
 
 def test_text_token_ids_and_mappings_are_the_same_prompt(llm: LLM) -> None:
-    ids = llm.tokenizer.encode("hello world")
+    ids = llm.get_tokenizer().encode("hello world")
     want = llm.generate("hello world", PARAMS)[0].outputs[0].token_ids
     for prompt in ([ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], [{"prompt": "hello world"}]):
         assert llm.generate(prompt, PARAMS)[0].outputs[0].token_ids == want

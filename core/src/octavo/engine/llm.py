@@ -48,6 +48,7 @@ class LLM:
             self._warm(prefixes)
 
     def get_tokenizer(self) -> Tokenizer:
+        """vLLM's name for `tokenizer`."""
         return self.tokenizer
 
     def generate(
