@@ -124,7 +124,7 @@ def row_products():
     assert not products.scratch(torch.device("cpu")).counts.any(), "counters must be zero between launches"
 
 def one_row():
-    for tile in (tiles.RowTile(8, 512, 512, 4), tiles.RowTile(8, 64, 128, 4)):
+    for tile in (tiles.RowTile(8, 512, 512, 4), tiles.RowTile(8, 128, 64, 4), tiles.RowTile(8, 128, 128, 4)):
         products.row_tile = lambda n, k: tile
         for rows, k, bias in (({"a": 40, "b": 9}, 256, True), ({"a": 33}, 300, False)):
             made = gathered(Scheme("channel", "token"), rows, k, bias)
@@ -146,7 +146,7 @@ def one_gated_row():
         x = torch.randn(3, k)
         same(mine.gated("silu")(x), oracle["silu_mul", "fp8_token"](mine(x)))
         assert mine.gated("gelu_tanh") is None
-        products.row_tile = lambda n, k: tiles.RowTile(8, 64, 128, 4)  # a row that is too long to hold
+        products.row_tile = lambda n, k: tiles.RowTile(8, 128, 64, 4)  # a row that is too long to hold
         assert mine.gated("silu") is None
 
 def weights_only():

@@ -26,6 +26,8 @@ from octavo_quant_fp8.scheme import BLOCK as GROUP
 
 PLAIN_ROWS = 1
 
+LATENCY_ROWS = 512
+"""Rows up to which norms run in twice as many threads."""
 MAX_ROW = 1 << 16
 """Channels of a row that a program holds at most."""
 
@@ -71,9 +73,9 @@ def _norm(launch: Launcher, by_group: bool, x: Tensor, residual: Tensor, weight:
     if add and not by_group and weight.dtype in (torch.float32, x.dtype) and few_rows.serves(x, size, residual, weight):
         return few_rows.quantise(few_rows.NORM, x, out, residual=residual, weight=weight, eps=eps)
     constants = (rows(x, "rms_norm"), rows(residual, "rms_norm"), size, block, group, add)
-    launch(
-        quantise.norm_kernel, (x.shape[0], 1), (x, residual, weight, out.data, out.scale), (eps,), constants, warps=_warps(block)
-    )
+    # A few hundred rows are one or two programs a multiprocessor: their latency is what counts.
+    warps = max(4, min(32, block // 128)) if not by_group and x.shape[0] <= LATENCY_ROWS else _warps(block)
+    launch(quantise.norm_kernel, (x.shape[0], 1), (x, residual, weight, out.data, out.scale), (eps,), constants, warps=warps)
     return out
 
 

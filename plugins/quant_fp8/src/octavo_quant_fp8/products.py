@@ -90,7 +90,7 @@ class RowProduct:
     def gated(self, activation: str) -> Callable[[Any], Tensor | Activation] | None:
         """interfaces.GatedLinear, where the input's format is "fp8_token"."""
         n, k = self._data.shape
-        if activation != "silu" or self.format != "fp8_token" or n % 2 or not row_tile(n, k).whole:
+        if activation != "silu" or self.format != "fp8_token" or n % 2 or row_tile(n, k).held < k:
             return None
         return self._gated
 
@@ -210,8 +210,8 @@ def one_row(
     tile = row_tile(n, k)
     out = torch.empty(1, n // 2 if gated else n, dtype=dtype, device=x.device)
     tensors = (x, scale if x_scale is None else x_scale, data, scale, scale if bias is None else bias, out)
-    plain, biased = x_scale is None, bias is not None
-    constants = (n, k, plain, gated, biased, tile.n, tile.k) if tile.whole else (n, k, plain, biased, tile.held, tile.n, tile.k)
-    kernel = held_kernel if tile.whole else loop_kernel
+    plain, biased, whole = x_scale is None, bias is not None, tile.held >= k
+    constants = (n, k, plain, gated, biased, tile.n, tile.held) if whole else (n, k, plain, biased, tile.held, tile.n, tile.k)
+    kernel = held_kernel if whole else loop_kernel
     launch(kernel, (triton.cdiv(n, tile.n), 1), tensors, (), constants, warps=tile.warps, stages=tile.stages)
     return out

@@ -41,24 +41,22 @@ def block_tile(m: int, n: int) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """n rows of the weight and k of their length at a time, for one row of x. held: of their length, loaded before the wait for the kernel in
-    front: all of it (k, at least the length, a power of two), or a first part of it."""
+    """n rows of the weight for one row of x. held: of their length, loaded before the wait for the kernel in front: a power of two that is all of
+    it, or a first part of it, and then k at a time."""
 
     n: int
-    k: int
     held: int
+    k: int
     warps: int
     stages: int = 4
 
-    @property
-    def whole(self) -> bool:
-        """Whether all of a row is held."""
-        return self.held == self.k
-
 
 def row_tile(n: int, k: int) -> RowTile:
-    """For one row of x times weights [n, k]. A program of four warps holds 16384 weights; longer rows than 8192 would have x read too often."""
+    """For one row of x times weights [n, k]. A program of four warps holds 16384 weights; longer rows than 8192 would have x read too often.
+    Where outputs are few, but enough for two programs a multiprocessor, it holds twice as many: all weights are on their way then while
+    attention, in front, leaves memory idle."""
     if k <= 8192:
         block = max(128, 1 << (k - 1).bit_length())
-        return RowTile(max(1, 16384 // block), block, block, 4)
-    return RowTile(8, 1024, 4096, 4)
+        twice = n <= 4096 and n * block >= 1 << 23
+        return RowTile(max(1, (32768 if twice else 16384) // block), block, block, 4)
+    return RowTile(8, 2048, 1024, 4)

@@ -239,13 +239,14 @@ def merge_kernel(
     token = tl.load(cuts_ptr + row * 4)
     first_item = tl.load(cuts_ptr + row * 4 + 1)
     splits = tl.load(cuts_ptr + row * 4 + 2)
+    # After one short row comes a product that asks for its weights before it waits, while memory idles. After longer rows it does not, and
+    # programs that only wait would take room.
+    early = (splits <= FEW) & (tl.num_programs(1) == 1)
     if PDL:
-        # After a short row comes a product that asks for its weights before it waits, and memory idles meanwhile. After a long one it
-        # does not, and programs that only wait would take room.
-        if splits <= FEW:
+        if early:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if splits > FEW:
+        if not early:
             tl.extra.cuda.gdc_launch_dependents()
     if splits <= 1:
         return
