@@ -111,6 +111,11 @@ def test_a_priority_outside_the_keys_range_is_refused(tenanted: Server) -> None:
     assert ask(tenanted, "free").status_code == 200, "without one it gets the best that it may have"
 
 
+def test_a_limit_to_a_model_that_is_not_served_is_a_warning(tenanted: Server) -> None:
+    warnings = [line for line in tenanted.text.splitlines() if "which this server does not serve" in line]
+    assert len(warnings) >= 1 and all("tenant 'elsewhere' may use another/model" in line for line in warnings)
+
+
 def test_a_key_sees_and_uses_its_models_only(tenanted: Server) -> None:
     with tenanted.client(key("elsewhere")) as client:
         assert client.get("/v1/models").json()["data"] == []

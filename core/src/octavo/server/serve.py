@@ -43,7 +43,6 @@ from octavo.server.connection import HttpConnection
 from octavo.server.garbage import Collector
 from octavo.server.models import Planned, planned
 from octavo.server.service import Service
-from octavo.server.tenants import Tenants
 
 log = logging.getLogger("octavo.server")
 
@@ -132,7 +131,7 @@ class _Process:
             if (
                 state.tenants.reloadable or uv.ssl is not None or not os.isatty(0)
             ):  # a terminal that closes ends what reloads nothing
-                loop.add_signal_handler(signal.SIGHUP, self._reload, state.tenants, uv.ssl)
+                loop.add_signal_handler(signal.SIGHUP, self._reload, state, uv.ssl)
             http = _Http(uv)
             serving, watching = asyncio.create_task(http.serve(sockets=[sock])), asyncio.create_task(state.watch.run())
             serving.add_done_callback(lambda _: self._stop.set())
@@ -142,6 +141,7 @@ class _Process:
                 if self._stop.is_set():
                     log.info("stopping before the models were loaded")
                 else:
+                    _warn_of_models(state)
                     log.info("ready: %s at %s", ", ".join(state.names), address(config, sock))
                     await self._serve(state, serving)
             finally:
@@ -211,13 +211,14 @@ class _Process:
             waiting.cancel()
             await asyncio.gather(task, waiting, return_exceptions=True)
 
-    def _reload(self, tenants: Tenants, context: ssl.SSLContext | None) -> None:
+    def _reload(self, state: Service, context: ssl.SSLContext | None) -> None:
         """SIGHUP: read again what may change while the server runs. What cannot be used changes nothing."""
-        if not tenants.reloadable and context is None:
+        if not state.tenants.reloadable and context is None:
             log.warning("SIGHUP: there is nothing to read again: no --api-keys-file, and no TLS certificate")
         try:
-            if tenants.reloadable:
-                tenants.reload()
+            if state.tenants.reloadable:
+                state.tenants.reload()
+                _warn_of_models(state)
         except ConfigError as error:
             log.error("SIGHUP: the tenants stay as they were: %s", error)
         try:
@@ -232,6 +233,16 @@ class _Process:
             log.warning("%s again: ending at once", number.name)
             self._force.set()
         self._stop.set()
+
+
+def _warn_of_models(state: Service) -> None:
+    for tenant, models in state.tenants.unserved(state.names):
+        log.warning(
+            "tenant %r may use %s, which this server does not serve (it has: %s)",
+            tenant,
+            ", ".join(models),
+            ", ".join(state.names),
+        )
 
 
 def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:

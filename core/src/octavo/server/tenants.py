@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.config import ServerConfig
@@ -138,6 +138,11 @@ class Tenants:
     @property
     def reloadable(self) -> bool:
         return self._config.api_keys_file is not None
+
+    def unserved(self, names: Collection[str]) -> list[tuple[str, list[str]]]:
+        """Tenants whose limit `models` names what is none of `names`, and those models: a mistake, or a model yet to come."""
+        limited = {p.tenant: [m for m in p.limits.models or () if m not in names] for p in self._principals}
+        return [(tenant, models) for tenant, models in limited.items() if models]
 
     def find(self, presented: str) -> Principal | None:
         """Whose key this is, None if nobody's."""
