@@ -63,10 +63,7 @@ class Page:
 
 
 class Paging:
-    """An allocator, the pages it hands out, and the rows that use them. `verify` runs after every call.
-
-    check(allocator) may be replaced where an allocator has no `check` of its own.
-    """
+    """An allocator, the pages it hands out, and the rows that use them. `verify` runs after every call."""
 
     def __init__(
         self, make: Make, groups: Sequence[KVGroup], num_blocks: int, *, max_rows: int = 8, max_model_len: int = 64,
