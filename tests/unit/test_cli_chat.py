@@ -42,6 +42,15 @@ def test_every_turn_is_told_and_new_forgets_all_but_the_system_message(
     assert capsys.readouterr().out.splitlines() == ["su", "suau", "su"]
 
 
+def test_a_slash_is_a_command_or_told_to_be_none_and_exit_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    converse(monkeypatch, "/help", "/nwe", "one", "/exit", "two")
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["u"]
+    assert shown.err.splitlines() == [chat.HELP, f"no command '/nwe'. {chat.HELP}"]
+
+
 def test_a_turn_that_does_not_fit_is_forgotten_and_the_conversation_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {"max_tokens": None}
 UNSEEN = ("n", "best_of", "logprobs", "prompt_logprobs")
 """Fields whose outcome a conversation has no place for."""
 
-HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /new forgets the conversation."
+HELP = "Ctrl-C stops an answer, /new forgets the conversation, Ctrl-D or /exit leaves."
 
 
 class Talk(Protocol):
@@ -87,6 +87,10 @@ def _converse(runner: asyncio.Runner, talk: Talk, system: str | None) -> int:
             raise ConfigError(f"standard input is not text in {error.encoding}: {error.reason} at byte {error.start}") from error
         if line == "/new":
             messages = list(start)
+        elif line in ("/exit", "/quit"):
+            return 0
+        elif line == "/help":
+            print(HELP, file=sys.stderr)
         elif line.startswith("/"):
             print(f"no command {line.split()[0]!r}. {HELP}", file=sys.stderr)
         elif line:
