@@ -107,12 +107,18 @@ def test_heads_are_spread_alone_and_behind_norm_and_rope(
 ) -> None:
     wide = torch.randn(tokens, heads + 3, dim).to(dtype)
     x, before = wide[:, :heads], wide.clone()
-    near(ops["spread"](x), oracle.spread(x.double()))
+
+    def close(got: Tensor, want: Tensor) -> None:
+        """Within rounding of the head, not of the channel: each is a sum of all."""
+        slack = 2 * ROUNDING[dtype] * (want.abs() + want.abs().amax(-1, keepdim=True))
+        assert got.dtype == dtype and bool(((got.double() - want).abs() <= slack).all())
+
+    close(ops["spread"](x), oracle.spread(x.double()).double())
     turn = torch.randn(tokens, 1, rotary // 2) * 9
     cos, sin = torch.cat((turn.cos(),) * 2, -1).to(dtype), torch.cat((-turn.sin(), turn.sin()), -1).to(dtype)
     weight = torch.randn(heads, dim).to(dtype) if normed else None
     want = oracle.qk_norm_rope_spread(x.double(), None if weight is None else weight.double(), 1e-6, cos.double(), sin.double())
-    near(ops["qk_norm_rope_spread"](x, weight, 1e-6, cos, sin), want)
+    close(ops["qk_norm_rope_spread"](x, weight, 1e-6, cos, sin), want.double())
     assert torch.equal(wide, before)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo_ops_triton.launch import Launcher, begin
 
 FEW_ROWS = 4096
-"""Heads of a step up to which programs take 16: more take 64, so that the matrix is read less often."""
+"""Heads of a step up to which programs take 16, and 32 columns, so that little is done in a row: more take 64, so that the matrix is read less often."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -29,7 +29,8 @@ def spread_kernel(
     ROPE: tl.constexpr, NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, DIM] dense. Of each head the halves of its first ROTARY channels are turned (ROPE), the rest, BLOCK_REST wide (0: there is none), not."""
+    """out [rows, DIM] dense, BLOCK_N of its columns. Of each head the halves of its first ROTARY channels are turned (ROPE), the rest, BLOCK_REST
+    wide (0: there is none), not."""
     HALF: tl.constexpr = ROTARY // 2
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -39,12 +40,19 @@ def spread_kernel(
     j = tl.arange(0, BLOCK_HALF)
     inside = j < HALF
     mask = here[:, None] & inside[None, :]
-    begin(PDL)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = (n < DIM)[None, :]
+    m = matrix_ptr + j[:, None] * DIM + n[None, :]
+    m_a = tl.load(m, mask=inside[:, None] & column, other=0.0)
+    m_b = tl.load(m + HALF * DIM, mask=inside[:, None] & column, other=0.0)
+    if BLOCK_REST:
+        r = tl.arange(0, BLOCK_REST)
+        m_c = tl.load(matrix_ptr + (ROTARY + r)[:, None] * DIM + n[None, :], mask=(r < DIM - ROTARY)[:, None] & column, other=0.0)
+    begin(PDL)  # no step writes the matrix
     start = x_ptr + token * TOKEN_STRIDE + head * HEAD_STRIDE
     a = tl.load(start[:, None] + j[None, :], mask=mask, other=0.0)
     b = tl.load(start[:, None] + HALF + j[None, :], mask=mask, other=0.0)
     if BLOCK_REST:
-        r = tl.arange(0, BLOCK_REST)
         rest = here[:, None] & (r < DIM - ROTARY)[None, :]
         c = tl.load(start[:, None] + ROTARY + r[None, :], mask=rest, other=0.0)
     if ROPE:
@@ -69,18 +77,12 @@ def spread_kernel(
         turned = (a * cos_a + b * sin_a).to(dtype)
         b = (b * cos_b + a * sin_b).to(dtype)
         a = turned
-    for first in tl.static_range(0, DIM, BLOCK_N):
-        n = first + tl.arange(0, BLOCK_N)
-        column = (n < DIM)[None, :]
-        m = matrix_ptr + j[:, None] * DIM + n[None, :]
-        part = inside[:, None] & column
-        total = tl.dot(a, tl.load(m, mask=part, other=0.0), input_precision="tf32x3")
-        total = tl.dot(b, tl.load(m + HALF * DIM, mask=part, other=0.0), total, input_precision="tf32x3")
-        if BLOCK_REST:
-            m = matrix_ptr + (ROTARY + r)[:, None] * DIM + n[None, :]
-            total = tl.dot(c, tl.load(m, mask=(r < DIM - ROTARY)[:, None] & column, other=0.0), total, input_precision="tf32x3")
-        out = out_ptr + row.to(tl.int64)[:, None] * DIM + n[None, :]
-        tl.store(out, (total * factor).to(dtype), mask=here[:, None] & column)
+    total = tl.dot(a, m_a, input_precision="tf32x3")
+    total = tl.dot(b, m_b, total, input_precision="tf32x3")
+    if BLOCK_REST:
+        total = tl.dot(c, m_c, total, input_precision="tf32x3")
+    out = out_ptr + row.to(tl.int64)[:, None] * DIM + n[None, :]
+    tl.store(out, (total * factor).to(dtype), mask=here[:, None] & column)
 
 
 @cache
@@ -111,12 +113,15 @@ def _spread(
     matrix, factor = _matrix(dim, x.dtype, x.device)
     out = x.new_empty(tokens, heads, dim)
     rows, rest = tokens * heads, dim - rotary
-    block_r = 16 if rows <= FEW_ROWS or x.dtype == torch.float32 else 64
+    block_r, block_n = (16, 32) if rows <= FEW_ROWS or x.dtype == torch.float32 else (64, 128 if dim <= 128 else 64)
+    block_n = min(block_n, max(16, triton.next_power_of_2(dim)))
     constants = (
         *(x.stride(0), x.stride(1), heads, dim, rotary, cos is not None, weight is not None, block_r),
         *(max(16, triton.next_power_of_2(rotary // 2)), max(16, triton.next_power_of_2(rest)) if rest else 0),
-        min(32 if x.dtype == torch.float32 else 64, max(16, triton.next_power_of_2(dim))),
+        block_n,
     )
     tensors = (x, out, matrix, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin)
-    launch(spread_kernel, (triton.cdiv(rows, block_r), 1), tensors, (eps, factor, rows), constants, warps=4)
+    launch(
+        spread_kernel, (triton.cdiv(rows, block_r), triton.cdiv(dim, block_n)), tensors, (eps, factor, rows), constants, warps=4
+    )
     return out
