@@ -212,6 +212,7 @@ def test_a_named_block_size_is_that_size(tiny: Path) -> None:
     ("config", "words"),
     [
         ({"trust_remote_code": True}, ("--trust-remote-code", "runs no code")),
+        ({"warm_prefixes": "p.yaml", "enable_prefix_caching": False}, ("--warm-prefixes p.yaml", "--no-enable-prefix-caching")),
         ({"max_model_len": 513}, ("--max-model-len 513", "512")),
         ({"kv_cache_dtype": "fp4"}, ("--kv-cache-dtype fp4", "fp8_e5m2")),
         ({"load_format": "gguf"}, ("--load-format gguf", "safetensors")),

@@ -335,7 +335,7 @@ def _announce(plan: Plan, stages: _Stages) -> None:
     where = "GPU" if plan.device.type == "cuda" else "CPU"
     log.info("%s KV cache size: %s tokens", where, f"{plan.kv_cache_tokens:,}")
     log.info("Maximum concurrency for %s tokens per request: %.2fx", f"{plan.limits.max_model_len:,}", plan.sizing.contexts)
-    if plan.sizing.contexts < 1:  # a hard limit of blocks may be as small as one likes
+    if plan.sizing.contexts < 1:  # blocks that were counted may be as few as one likes
         log.warning(
             "the KV cache of %d tokens is smaller than --max-model-len %d: longer requests than it holds are refused (too_large)",
             plan.kv_cache_tokens,

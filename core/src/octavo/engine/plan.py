@@ -128,6 +128,11 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
 
     if config.trust_remote_code:
         raise ConfigError("--trust-remote-code: Octavo runs no code from checkpoints; leave the flag out")
+    if config.warm_prefixes is not None and not config.enable_prefix_caching:
+        raise ConfigError(
+            f"--warm-prefixes {config.warm_prefixes}: there is no prefix cache to have them in; leave out --no-enable-prefix-caching, "
+            "or the file"
+        )
     catalog = catalog.configured(config.plugins)
     why: dict[str, str] = {}
 
