@@ -24,12 +24,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "quant_awq" / "sr
 import torch
 import torch.nn.functional as F
 from octavo.bench.device_time import graph_time
-from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, ring_gemm, split_gemm, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels import (
+    cuda_gemm,
+    library,
+    narrow_gemm,
+    ring_gemm,
+    split_gemm,
+    stationary_gemm,
+    triton_gemm,
+    warpgroup_gemm,
+)
 from octavo_quant_awq.kernels.cuda_gemm import Shape
-from octavo_quant_awq.kernels.limits import NARROW_ROWS, RING_ROWS, SPLIT_ROWS, WARPGROUP_ROWS
+from octavo_quant_awq.kernels.limits import NARROW_ROWS, RING_ROWS, SPLIT_ROWS, STATIONARY_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.kernels.narrow_gemm import NarrowShape, Operands
 from octavo_quant_awq.kernels.ring_gemm import RingShape
 from octavo_quant_awq.kernels.split_gemm import SplitShape
+from octavo_quant_awq.kernels.stationary_gemm import StationaryShape
 from octavo_quant_awq.kernels.variant import Variant
 from octavo_quant_awq.kernels.warpgroup_gemm import WarpgroupShape
 from octavo_quant_awq.packing import Grouped, unblocked, unpaired
@@ -139,6 +149,16 @@ def narrow_shape(m: int, n: int, k: int) -> NarrowShape | None:
     return narrow_gemm.choose_shape(m, n, k, VARIANT) if m <= NARROW_ROWS else None
 
 
+def stationary_op(w: Weights, x: Tensor, shape: StationaryShape) -> Op:
+    call = stationary_gemm.function(VARIANT, shape, x.device)
+    out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
+    return lambda i: stationary_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
+
+
+def stationary_shape(m: int, n: int, k: int) -> StationaryShape | None:
+    return stationary_gemm.choose_shape(m, n, k, VARIANT) if STATIONARY_ROWS[0] <= m <= STATIONARY_ROWS[1] else None
+
+
 def split_shape(m: int, n: int, k: int) -> SplitShape | None:
     return split_gemm.choose_shape(m, n, k, VARIANT) if SPLIT_ROWS[0] <= m <= SPLIT_ROWS[1] else None
 
@@ -168,6 +188,9 @@ def compile_all(jobs: Sequence[Callable[[], Any]]) -> None:
 def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tuple[Op, float]]]:
     """What may serve m rows, by name, with the largest error that is right."""
     found: dict[str, Callable[[Weights, Tensor], tuple[Op, float]]] = {}
+    standing = stationary_shape(m, n, k)
+    if standing is not None:
+        found["stationary"] = lambda w, x: (stationary_op(w, x, standing), EXACT)
     parts = split_shape(m, n, k)
     if parts is not None:
         found["split"] = lambda w, x: (split_op(w, x, parts), EXACT)
@@ -188,7 +211,7 @@ def kernels(m: int, n: int, k: int) -> dict[str, Callable[[Weights, Tensor], tup
     return found
 
 
-TAKEN = ("split", "narrow", "ring", "warpgroup", "dequantised")
+TAKEN = ("split", "stationary", "narrow", "ring", "warpgroup", "dequantised")
 """What quant_awq takes on Hopper: the first of these that serves a product."""
 
 
@@ -200,12 +223,14 @@ def table(seconds: float, counts: Sequence[int]) -> None:
     fewest = {(narrow_gemm.held(m), s, k) for k, n in SHAPES.values() for m in counts if (s := narrow_shape(m, n, k)) is not None}
     more = {warpgroup_gemm.choose_shape(m, n, k) for k, n in SHAPES.values() for m in counts if m <= WARPGROUP_ROWS}
     ring = {s for k, n in SHAPES.values() for m in counts if (s := ring_shape(m, n, k)) is not None}
+    standing = {s for k, n in SHAPES.values() for m in counts if (s := stationary_shape(m, n, k)) is not None}
     parts = {(s, k) for k, n in SHAPES.values() for m in counts if (s := split_shape(m, n, k)) is not None}
     compile_all(
         [lambda job=job: older_function(*job) for job in few]  # type: ignore[misc]
         + [lambda m=m, s=s, k=k: narrow_gemm.function(VARIANT, m, s, k, device) for m, s, k in fewest]  # type: ignore[misc]
         + [lambda s=s: warpgroup_gemm.function(VARIANT, s, device) for s in more]  # type: ignore[misc]
         + [lambda s=s: ring_gemm.function(VARIANT, s, device) for s in ring]  # type: ignore[misc]
+        + [lambda s=s: stationary_gemm.function(VARIANT, s, device) for s in standing]  # type: ignore[misc]
         + [lambda s=s, k=k: split_gemm.function(VARIANT, s, k, device) for s, k in parts]  # type: ignore[misc]
         + [lambda: library.function(VARIANT, device)]
     )

@@ -95,7 +95,7 @@ def check_products(matrix: GpuMatrix, weight: torch.Tensor, counts: tuple[int, .
         assert error < 4e-3, f"{rows} rows: off by {error:.1e}"
 
 
-SHAPES = [(4096, 4096), (1536, 576), (14336, 1024), (576, 1536), (640, 8976), (1024, 6144)]
+SHAPES = [(4096, 4096), (1536, 576), (14336, 1024), (576, 1536), (640, 8976), (1024, 6144), (4096, 14336), (2112, 11272)]
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
@@ -106,6 +106,42 @@ def test_both_kernels_at_the_shapes_of_models(inputs: int, outputs: int, kernel:
     assert torch.equal(matrix.weights(0, outputs), weight.bfloat16())
     assert torch.equal(matrix.weights(37, outputs), weight[37:].bfloat16())
     check_products(matrix, weight, (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 512, 1025, 4096, 4097))
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(1056, 32), (1088, 64), (1152, 128), (4096, 128), (4096, -1)])
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [("bfloat16", "float16"), ("bfloat16", "bfloat16"), ("float16", "float16")])
+@pytest.mark.parametrize(("zeros", "bias"), [(True, False), (False, True)])
+def test_products_whose_x_stands_in_registers(
+    inputs: int, group: int, dtype: str, scale_dtype: str, zeros: bool, bias: bool
+) -> None:
+    """Every variant of stationary.cu: groups of a block and less, a cut last block, warps without one, outputs that fill no tile; the same twice."""
+    from octavo_quant_awq.gpu import GpuMatrix
+    from octavo_quant_awq.packing import Grouped
+
+    outputs, group = 11272, inputs if group < 0 else group
+    q = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    s = (torch.rand(outputs, inputs // group, device="cuda") * 0.01 + 0.001).to(getattr(torch, scale_dtype))
+    z = torch.randint(0, 16, s.shape, dtype=torch.uint8, device="cuda") if zeros else None
+    matrix = GpuMatrix(
+        outputs, inputs, group, zeros=zeros, bias=bias, dtype=getattr(torch, dtype), device=torch.device("cuda", 0), kernel="cuda"
+    )
+    matrix.put_q(0, q)
+    matrix.put_scales(0, s)
+    shift = torch.randn(outputs, device="cuda").to(getattr(torch, dtype)) if bias else torch.zeros(())
+    if z is not None:
+        matrix.put_zeros(0, z)
+    if bias:
+        matrix.put_bias(0, shift)
+    matrix.finish()
+    assert set(matrix._few._standing) == {8, 16}  # type: ignore[union-attr]
+    weight = Grouped(q, s, z, group).dequantised(torch.float64)
+    for rows in (2, 5, 8, 9, 13, 16):
+        x = torch.randn(rows, inputs, device="cuda").to(getattr(torch, dtype))
+        right = x.double() @ weight.T + shift.double().to("cuda")
+        found = matrix(x)
+        error = float((found.double() - right).norm() / right.norm())
+        assert error < 2.6e-3, f"{rows} rows: off by {error:.1e}"
+        assert torch.equal(found, matrix(x))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)

@@ -232,7 +232,7 @@ def test_settings_that_are_read(config: dict[str, Any]) -> None:
         (
             (9, 0),
             "cuda",
-            r"narrow\.cu up to \d+ rows of a step, ring\.cu or warpgroup\.cu up to \d+, warpgroup\.cu up to \d+, more are dequantised",
+            r"narrow\.cu up to \d+ rows of a step, stationary\.cu or split\.cu up to \d+, ring\.cu or warpgroup\.cu up to \d+, warpgroup\.cu up to \d+, more are dequantised",
         ),
         ((8, 0), "cuda", r"w4a16\.cu up to \d+ rows of a step, more are dequantised"),
         ((9, 0), "triton", r"the Triton kernel up to \d+ rows of a step, more are dequantised"),

@@ -10,7 +10,7 @@ from octavo.catalog import Accept, Device, Needs, Options, Provider, Reject
 from octavo.errors import LoadError
 from pydantic import Field, field_validator
 
-from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, RING_ROWS, SPLIT_ROWS, WARPGROUP_ROWS
+from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, RING_ROWS, SPLIT_ROWS, STATIONARY_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.settings import GROUPS, Scheme, is_pack_quantized, read_awq, read_gptq, read_pack_quantized
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -93,7 +93,8 @@ def _served_by(device: Device, kernel: str) -> str:
         return f"the Triton kernel up to {OTHER_ROWS} rows of a step, more are dequantised for cuBLAS"
     if device.capability[0] == 9:
         return (
-            f"narrow.cu up to {NARROW_ROWS} rows of a step or split.cu up to {SPLIT_ROWS[1]}, ring.cu or warpgroup.cu up to {RING_ROWS}, warpgroup.cu up to {WARPGROUP_ROWS}, "
+            f"narrow.cu up to {NARROW_ROWS} rows of a step, stationary.cu or split.cu up to {max(STATIONARY_ROWS[1], SPLIT_ROWS[1])}, "
+            f"ring.cu or warpgroup.cu up to {RING_ROWS}, warpgroup.cu up to {WARPGROUP_ROWS}, "
             "more are dequantised for cuBLAS"
         )
     return f"w4a16.cu up to {OTHER_ROWS} rows of a step, more are dequantised for cuBLAS"

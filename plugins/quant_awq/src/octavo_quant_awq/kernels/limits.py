@@ -2,6 +2,8 @@
 
 NARROW_ROWS = 8
 """narrow.cu, on Hopper, where a block has room for x and scales; other products are warpgroup.cu's."""
+STATIONARY_ROWS = (2, 16)
+"""stationary.cu, on Hopper: from the first to the last of these, where a block can hold x in registers."""
 SPLIT_ROWS = (2, 16)
 """split.cu, on Hopper: from the first to the last of these, for matrices with many inputs and few outputs."""
 RING_ROWS = 32

@@ -12,19 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels import cuda_gemm, library, narrow_gemm, ring_gemm, split_gemm, triton_gemm, warpgroup_gemm
+from octavo_quant_awq.kernels import (
+    cuda_gemm,
+    library,
+    narrow_gemm,
+    ring_gemm,
+    split_gemm,
+    stationary_gemm,
+    triton_gemm,
+    warpgroup_gemm,
+)
 from octavo_quant_awq.kernels.cuda_driver import CudaFunction
-from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, RING_ROWS, SPLIT_ROWS, WARPGROUP_ROWS
+from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, RING_ROWS, SPLIT_ROWS, STATIONARY_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.kernels.variant import Variant
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether this GPU has what narrow.cu, split.cu, ring.cu and warpgroup.cu need."""
+    """Whether this GPU has what narrow.cu, stationary.cu, split.cu, ring.cu and warpgroup.cu need."""
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
 class CudaProduct:
-    """The CUDA kernels on one matrix: w4a16.cu, or on Hopper narrow.cu and split.cu for few rows, ring.cu for tens and warpgroup.cu for more.
+    """The CUDA kernels on one matrix: w4a16.cu, or on Hopper narrow.cu, stationary.cu and split.cu for few rows, ring.cu for tens and warpgroup.cu for more.
     Everything that it may need is compiled when it is made."""
 
     name = "cuda"
@@ -48,12 +57,20 @@ class CudaProduct:
             self._split_shapes = split  # by the rows that variants have room for
             self._meeting = split_gemm.Meeting(rows, list(split.values()), self._device) if split else None
             jobs += [lambda m=m: self._split(m) for m in split]
+            standing = {m: shape for m in (8, 16) if (shape := stationary_gemm.choose_shape(m, rows, inputs, self._variant))}
+            self._standing = standing  # shapes of stationary.cu, by the rows that they have room for
+            jobs += [
+                lambda shape=shape: stationary_gemm.function(self._variant, shape, self._device) for shape in standing.values()
+            ]
             self._held = {m for m in (1, 4, 8) if self._narrow_shape(m)}  # rows that variants of narrow.cu have room for
-            jobs += [lambda m=m: self._narrow(m) for m in self._held if m < SPLIT_ROWS[0] or 8 not in split]
+            several = min(SPLIT_ROWS[0], STATIONARY_ROWS[0])
+            jobs += [lambda m=m: self._narrow(m) for m in self._held if m < several or (8 not in split and 8 not in standing)]
             first = NARROW_ROWS + 1 if 8 in self._held else 1
             self._ring_rows = 0 if warpgroup_gemm.fills(rows) else RING_ROWS
             jobs += [
-                lambda m=m: self._ring(m) for m in (8, 16, 32) if first <= m <= self._ring_rows and (m != 16 or m not in split)
+                lambda m=m: self._ring(m)
+                for m in (8, 16, 32)
+                if first <= m <= self._ring_rows and (m != 16 or m not in split | standing)
             ]
             shapes = warpgroup_gemm.shapes(rows, inputs, max(first, self._ring_rows + 1), WARPGROUP_ROWS)
             jobs += [lambda shape=shape: warpgroup_gemm.function(self._variant, shape, self._device) for shape in shapes]
@@ -68,6 +85,10 @@ class CudaProduct:
     def _split(self, m: int) -> tuple[CudaFunction, split_gemm.SplitShape]:
         shape = self._split_shapes[split_gemm.held(m)]
         return split_gemm.function(self._variant, shape, self._inputs, self._device), shape
+
+    def _stationary(self, m: int) -> tuple[CudaFunction, stationary_gemm.StationaryShape]:
+        shape = self._standing[stationary_gemm.held(m)]
+        return stationary_gemm.function(self._variant, shape, self._device), shape
 
     def _narrow_shape(self, m: int) -> narrow_gemm.NarrowShape | None:
         return narrow_gemm.choose_shape(m, self._rows, self._inputs, self._variant)
@@ -102,6 +123,8 @@ class CudaProduct:
         if SPLIT_ROWS[0] <= len(x) <= SPLIT_ROWS[1] and split_gemm.held(len(x)) in self._split_shapes:
             assert self._meeting is not None
             return split_gemm.launch(*self._split(len(x)), self._meeting, *self._tensors, x, self._bias, out, self._step)
+        if STATIONARY_ROWS[0] <= len(x) <= STATIONARY_ROWS[1] and stationary_gemm.held(len(x)) in self._standing:
+            return stationary_gemm.launch(*self._stationary(len(x)), *self._tensors, x, self._bias, out, self._step)
         if len(x) <= NARROW_ROWS and narrow_gemm.held(len(x)) in self._held:
             return narrow_gemm.launch(*self._narrow(len(x)), *self._tensors, x, self._bias, out, self._step)
         if len(x) <= self._ring_rows:

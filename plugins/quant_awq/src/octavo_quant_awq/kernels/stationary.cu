@@ -1,0 +1,234 @@
+// out = x W^T + bias for 2 to 16 rows of x, W in 4 bits, on Hopper: x stands in registers while W passes.
+//
+// x [M, K] 16 bits, W [N, K] in the layout of packing.py, out [M, N]. The tensor cores compute out^T, as in w4a16.cu.
+//
+// A block owns TILES times 16 rows of W and all of K, which its warps share: each has TURNS blocks of 128 inputs, and holds what belongs to them of x in registers, as the tensor
+// cores want it. So x is read from shared memory once, and the loop is over the tiles: 16 rows of W by the warp's inputs, words of which come by bulk copies into a ring of
+// the warp's own, STAGES tiles deep. The warps' sums of a tile meet in shared memory, where x lay, and one warp adds them up LAG tiles later, in a fixed order: results do not vary
+// between runs.
+//
+// Only the first tile is asked for before the kernel that makes x has ended, and the next ones after x: what stands in line for memory before x delays it, and with it everything.
+//
+// Operands are integers that tensor cores sum exactly. Where a group is a block of inputs, they are offset + q, and what offset and zero point add too much is subtracted from the
+// products, by sums of x; sums of more groups have no room in registers, and there both are subtracted from every weight.
+//
+// Macros besides those of common.cuh: TOKENS (8 or 16: the most rows of x), TILES, WARPS, TURNS, STAGES, UNEVEN (not every warp has TURNS blocks), TAIL (K is no multiple of
+// 128).
+
+#define THREADS (32 * WARPS)
+#define COLUMNS (TOKENS / 8)
+#define SUMS (SUB == 1)
+#define PAIR (UNEVEN || TURNS % 2 ? 1 : 2) // blocks of inputs whose instructions are mixed
+#define LAG (TILES > 3 ? 2 : 1)
+#define SLOT (TURNS * 1024)
+#define RING (STAGES * SLOT)
+#define X_HALF (TOKENS * 128) // 64 inputs; a token's chunks of 16 bytes stand at their number xor the token's, so that ldmatrix meets no bank twice
+#define X_BLOCK (2 * X_HALF)
+#define PIECE (TOKENS * 64) // a warp's sums of a tile
+#define PLACES (TURNS * 4) // for as many of them as what x took has room for
+#define SCALES (SUB * TILES * 32)
+#define ZERO_POINTS (ZEROS * SUB * TILES * 16)
+
+// A lane's word of step `step` of 32 inputs.
+__device__ __forceinline__ u32 pick(const uint4& four, int step) { return step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w; }
+
+// Until no more than `left` of the groups of copies that this thread has begun are on their way. A constant once loops are unrolled.
+__device__ __forceinline__ void wait_copies(int left) {
+    if (left >= 7) asm volatile("cp.async.wait_group 7;" ::: "memory");
+    else if (left == 6) asm volatile("cp.async.wait_group 6;" ::: "memory");
+    else if (left == 5) asm volatile("cp.async.wait_group 5;" ::: "memory");
+    else if (left == 4) asm volatile("cp.async.wait_group 4;" ::: "memory");
+    else if (left == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
+    else if (left == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+    else if (left == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
+    const uint4* __restrict__ words, const u32* __restrict__ scales, const u16* __restrict__ zeros, const u16* x,
+    const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, int x_stride, int group_step) {
+    extern __shared__ __align__(1024) unsigned char memory[]; // x, then sums; rings; scales; zero points
+    __shared__ __align__(8) u64 barriers[WARPS * (STAGES + 1) + 2 * PLACES];
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int tiles = (N + 15) / 16, tile0 = blockIdx.x * TILES, count = min(TILES, tiles - tile0);
+    const int block0 = warp * TURNS, turns = UNEVEN ? max(0, min(TURNS, (K + 127) / 128 - block0)) : TURNS; // this warp's blocks of inputs
+    const u32 base = (u32)__cvta_generic_to_shared(memory), full = (u32)__cvta_generic_to_shared(barriers) + warp * (STAGES + 1) * 8;
+    const u32 scales_full = full + STAGES * 8, summed = (u32)__cvta_generic_to_shared(barriers) + WARPS * (STAGES + 1) * 8, added = summed + PLACES * 8;
+    const u32 mine = base + warp * TURNS * X_BLOCK, ring = base + WARPS * TURNS * X_BLOCK + warp * RING;
+    const u32 scales_at = base + WARPS * (TURNS * X_BLOCK + RING) + warp * TURNS * (SCALES + ZERO_POINTS), zeros_at = scales_at + TURNS * SCALES;
+
+    launch_dependents();
+    const u64 policy = evict_first();
+    const uint4* from = words + ((size_t)block0 * tiles + tile0) * 64; // of the next tile
+    auto fetch = [&](int s) {
+        arrive_expect(full + 8 * s, turns * 1024);
+#pragma unroll
+        for (int b = 0; b < TURNS; b++)
+            if (b < turns) bulk_copy(ring + s * SLOT + b * 1024, from + (size_t)b * tiles * 64, 1024, full + 8 * s, policy);
+        from += 64;
+    };
+    if (lane == 0) {
+#pragma unroll
+        for (int s = 0; s <= STAGES; s++) barrier_init(full + 8 * s, 1);
+        if (warp == 0)
+            for (int p = 0; p < PLACES; p++) barrier_init(summed + 8 * p, WARPS), barrier_init(added + 8 * p, 1);
+        barriers_ready();
+        fetch(0);
+        arrive_expect(scales_full, turns * count * SUB * (32 + 16 * ZEROS));
+        for (int b = 0; b < turns; b++)
+#pragma unroll
+            for (int u = 0; u < SUB; u++) {
+                const size_t at = ((size_t)(SUB == 1 ? (block0 + b) * group_step : (block0 + b) * SUB + u) * tiles + tile0) * 8;
+                bulk_copy(scales_at + b * SCALES + u * TILES * 32, scales + at, count * 32, scales_full);
+                if (ZEROS) bulk_copy(zeros_at + b * ZERO_POINTS + u * TILES * 16, zeros + at, count * 16, scales_full);
+            }
+    }
+    __syncthreads();
+
+    wait_for_previous(); // weights are written by no step; x is, by the kernel before
+#pragma unroll
+    for (int b = 0; b < TURNS; b++) {
+        const int part = lane % 16, k = (block0 + b) * 128 + part * 8;
+#pragma unroll
+        for (int c = 0; c < TOKENS / 2; c++) {
+            const int token = 2 * c + lane / 16;
+            const bool inside = token < M && (!UNEVEN && !TAIL || k < K);
+            copy_16(mine + b * X_BLOCK + part / 8 * X_HALF + token * 128 + (part % 8 ^ token % 8) * 16, x + (inside ? (size_t)token * x_stride + k : 0), inside);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    if (lane == 0)
+#pragma unroll
+        for (int s = 1; s < STAGES; s++)
+            if (s < count) fetch(s);
+    __syncwarp();
+
+    u32 held[TURNS][COLUMNS][4][4]; // x: [block of inputs][eight tokens][step of 32 inputs][pair]
+    float minus[TURNS][COLUMNS][2]; // minus the sum of a block of inputs, of the tokens that this lane adds up
+    const u32 x_row = mine + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+#pragma unroll
+    for (int b = 0; b < TURNS; b++) {
+        wait_copies(TURNS - 1 - b);
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint4 v = ldmatrix((x_row + b * X_BLOCK ^ i % 2 * 64) + i / 2 * X_HALF + j * 1024);
+                held[b][j][i][0] = v.x, held[b][j][i][1] = v.y, held[b][j][i][2] = v.z, held[b][j][i][3] = v.w;
+            }
+#if SUMS
+            float total[4] = {}; // in every row alike
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int p = 0; p < 4; p += 2) mma(total, ONES, ONES, ONES, ONES, held[b][j][i][p], held[b][j][i][p + 1]);
+            minus[b][j][0] = -total[0], minus[b][j][1] = -total[1];
+#endif
+        }
+    }
+
+    // Sums of tile p, when all warps have theirs, to out.
+    auto add_up = [&](int p) {
+        const int place = p % PLACES;
+        wait(summed + 8 * place, p / PLACES & 1);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) {
+            float sum[4] = {};
+#pragma unroll
+            for (int k = 0; k < WARPS; k++) {
+                const uint4 v = load_shared_16(base + k * TURNS * X_BLOCK + place * PIECE + j * 512 + lane * 16);
+                sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y), sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+            }
+            const int n = (tile0 + p) * 16 + g, token = j * 8 + 2 * t;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int at = n + e / 2 * 8;
+                if (token + e % 2 < M && at < N) out[(size_t)(token + e % 2) * N + at] = narrow(sum[e] + (bias ? widen(bias[at], BF16) : 0.f));
+            }
+        }
+        if (TILES > PLACES) {
+            __syncwarp();
+            if (lane == 0) arrive(added + 8 * place);
+        }
+    };
+
+    wait(scales_full, 0);
+    u32 magic = MAGIC, words_at = ring + lane * 16, scale_at = scales_at + g * 4, zero_at = zeros_at + g * 2;
+    asm volatile("" : "+r"(magic), "+r"(words_at), "+r"(scale_at), "+r"(zero_at)); // in registers once, not at each use
+    int s = 0, parity = 0;
+#pragma unroll 1
+    for (int n = 0; n < count; n++) {
+        wait(full + 8 * s, parity);
+        uint4 word[TURNS][2];
+#pragma unroll
+        for (int b = 0; b < TURNS; b++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) word[b][h] = load_shared_16(words_at + s * SLOT + b * 1024 + h * 512);
+        float acc[COLUMNS][4] = {};
+#pragma unroll
+        for (int b0 = 0; b0 < TURNS; b0 += PAIR) {
+            if (!UNEVEN || b0 < turns)
+#pragma unroll
+                for (int u = 0; u < SUB; u++) {
+                    float sum[PAIR][COLUMNS][4], low[PAIR], high[PAIR];
+                    u32 below[PAIR], above[PAIR]; // of rows g and g + 8: zero points, or what is added to operands
+#pragma unroll
+                    for (int q = 0; q < PAIR; q++) {
+                        const u32 both = load_shared_4(scale_at + (b0 + q) * SCALES + u * TILES * 32);
+                        low[q] = widen(both & 0xffff, SCALE_BF16), high[q] = widen(both >> 16, SCALE_BF16);
+                        const u32 zero = ZEROS ? load_shared_2(zero_at + (b0 + q) * ZERO_POINTS + u * TILES * 16) : 0x0808;
+                        below[q] = zero & 0xff, above[q] = zero >> 8;
+#pragma unroll
+                        for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+                            for (int e = 0; e < 4; e++) sum[q][j][e] = SUMS ? (OFFSET + (float)(e < 2 ? below[q] : above[q])) * minus[b0 + q][j][e % 2] : 0;
+                        below[q] = (MAGIC | MINUS_ZERO) + below[q] * 0x10001u, above[q] = (MAGIC | MINUS_ZERO) + above[q] * 0x10001u;
+                    }
+#pragma unroll
+                    for (int i = u * 4 / SUB; i < (u + 1) * 4 / SUB; i++) {
+                        u32 a[PAIR][2][4]; // [block][row g or g + 8][pair of inputs]
+#pragma unroll
+                        for (int q = 0; q < PAIR; q++)
+#pragma unroll
+                            for (int h = 0; h < 2; h++)
+#pragma unroll
+                                for (int p = 0; p < 4; p++) {
+                                    a[q][h][p] = spread(pick(word[b0 + q][h], i) >> 4 * p, magic);
+                                    if (!SUMS) a[q][h][p] = fma2(a[q][h][p], ONES, h ? above[q] : below[q]);
+                                }
+#pragma unroll
+                        for (int p = 0; p < 4; p += 2)
+#pragma unroll
+                            for (int q = 0; q < PAIR; q++)
+#pragma unroll
+                                for (int j = 0; j < COLUMNS; j++)
+                                    mma(sum[q][j], a[q][0][p], a[q][1][p], a[q][0][p + 1], a[q][1][p + 1], held[b0 + q][j][i][p], held[b0 + q][j][i][p + 1]);
+                    }
+#pragma unroll
+                    for (int q = 0; q < PAIR; q++)
+#pragma unroll
+                        for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+                            for (int e = 0; e < 4; e++) acc[j][e] += (e < 2 ? low[q] : high[q]) * sum[q][j][e];
+                }
+            if (b0 == 0) { // every lane has its words
+                __syncwarp();
+                if (lane == 0 && n + STAGES < count) fetch(s);
+            }
+        }
+        if (++s == STAGES) s = 0, parity ^= 1;
+        scale_at += 32, zero_at += 16;
+        const int place = n % PLACES;
+        if (TILES > PLACES && n >= PLACES) wait(added + 8 * place, n / PLACES - 1 & 1);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                         :: "r"(mine + place * PIECE + j * 512 + lane * 16), "f"(acc[j][0]), "f"(acc[j][1]), "f"(acc[j][2]), "f"(acc[j][3]) : "memory");
+        __syncwarp();
+        if (lane == 0) arrive(summed + 8 * place);
+        if (n >= LAG && (n - LAG) % WARPS == warp) add_up(n - LAG);
+    }
+    for (int p = max(0, count - LAG); p < count; p++)
+        if (p % WARPS == warp) add_up(p);
+}
