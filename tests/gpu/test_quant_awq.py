@@ -174,6 +174,14 @@ def test_parts_of_many_inputs_meet_in_every_strip() -> None:
     check_products(matrix, weight, tuple(range(1, 18)))
 
 
+def test_matrices_whose_kernels_differ_in_memory_alone() -> None:
+    """The second needs less shared memory with the same code: launches of the first are still allowed what they need."""
+    first, first_weight = matrix_and_weight(3072, 2128, "cuda")
+    second, second_weight = matrix_and_weight(2048, 2128, "cuda")
+    check_products(second, second_weight, (1, 8, 16))
+    check_products(first, first_weight, (1, 8, 16))
+
+
 @pytest.mark.parametrize("rows", [2, 8, 9, 16])
 def test_overlapping_launches_share_where_parts_meet(rows: int) -> None:
     """A graph of dependent launches, one matrix several times and twice in a row among them, replayed with other inputs; each result from what its

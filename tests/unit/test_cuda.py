@@ -22,6 +22,10 @@ class Driver:
         self.launches: list[SimpleNamespace] = []
         self.maps: list[tuple[Any, ...]] = []
 
+    def cuFuncGetAttribute(self, value: Any, attribute: int, function: Any) -> int:
+        value._obj.value = next((given for name, given in reversed(self.attributes) if name == attribute), 0)
+        return self.status
+
     def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
         self.attributes.append((attribute, value))
         return self.status
@@ -80,6 +84,10 @@ def test_permission_for_shared_memory_is_asked_for_where_it_is_needed(driver: Dr
     assert driver.attributes == []
     cuda.Function(MODULE, "large", threads=32, shared=100_000, prefer_shared=True)
     assert driver.attributes == [(8, 100_000), (9, 100)]
+    cuda.Function(MODULE, "large", threads=32, shared=80_000)
+    assert driver.attributes == [(8, 100_000), (9, 100)], "less would refuse launches of the one before, whose function it shares"
+    cuda.Function(MODULE, "large", threads=32, shared=120_000)
+    assert driver.attributes[2:] == [(8, 120_000)]
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, 1), (torch.uint8, 0)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ _MAX_DYNAMIC_SHARED, _PREFERRED_CARVEOUT = 8, 9  # CUfunction_attribute: ..._SHA
 _DATA_TYPES = {1: 0, 2: 1}  # bytes of an element -> CUtensorMapDataType, unsigned integers
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
 _ALWAYS_ALLOWED = 48 << 10  # bytes of shared memory that need no permission
+_permissions = threading.Lock()
 
 
 class _Attribute(ctypes.Structure):
@@ -103,7 +105,7 @@ class Function:
         self._function = ctypes.c_void_p(module.get_function(name).kernel.ptr)
         self._launch = driver().cuLaunchKernelEx
         if shared > _ALWAYS_ALLOWED:
-            self._set(_MAX_DYNAMIC_SHARED, shared)
+            self._allow(shared)
         if prefer_shared:
             self._set(_PREFERRED_CARVEOUT, 100)
         attributes = []
@@ -134,6 +136,14 @@ class Function:
         status = self._launch(ctypes.byref(config), self._function, arguments, None)
         if status:
             check(status, f"{self._what}: the launch of {' x '.join(map(str, grid))} blocks")
+
+    def _allow(self, shared: int) -> None:
+        """Never less than before: modules of one source and the same macros are one, and so are their functions, whose launches may need more."""
+        with _permissions:
+            allowed = ctypes.c_int()
+            check(driver().cuFuncGetAttribute(ctypes.byref(allowed), _MAX_DYNAMIC_SHARED, self._function), self._what)
+            if shared > allowed.value:
+                self._set(_MAX_DYNAMIC_SHARED, shared)
 
     def _set(self, attribute: int, value: int) -> None:
         check(driver().cuFuncSetAttribute(self._function, attribute, value), self._what)
