@@ -283,6 +283,8 @@ def test_a_model_is_warmed_with_prompts_whose_cache_stays(admin: httpx.Client, s
     prompts = {"prompts": ["a page of an octavo is one of sixteen " * 6, "another text"]}
     computed = [admin.post(f"/admin/models/{second}/warm", json=prompts).json()["computed_tokens"] for _ in range(2)]
     assert 0 < computed[1] < computed[0] / 2
+    for nothing in ({}, {"json": {}}, {"content": b""}):
+        assert admin.post(f"/admin/models/{second}/warm", **nothing).raise_for_status().json()["name"] == second
 
 
 def test_what_is_asked_wrongly_is_said(admin: httpx.Client) -> None:

@@ -111,10 +111,10 @@ async def add(request: Request, state: State) -> JSONResponse:
     return JSONResponse(await asyncio.to_thread(_row, model, table), 201)
 
 
-@router.post("/models/{name:path}/warm", openapi_extra=openapi.body(Warm))
+@router.post("/models/{name:path}/warm", openapi_extra=openapi.body(Warm, required=False))
 async def warm(name: str, request: Request, state: State) -> dict[str, Any]:
     """Run prompts through a model, so that what happens once has happened."""
-    body = await body_of(request, state, Warm)
+    body = await body_of(request, state, Warm, optional=True)
     state.models.get(name)
     return {"name": name, "computed_tokens": await state.models.warm(name, body.prompts)}
 

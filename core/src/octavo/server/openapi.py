@@ -45,15 +45,15 @@ _HEADERS = [
 ]
 
 
-def body(model: type[Wire]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads its own body as `model`."""
+def body(model: type[Wire], *, required: bool = True) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads its own body as `model`, which may be left out unless it is required."""
     schema = model.model_json_schema(ref_template=_REF)
     if model.unsupported:
         refused = ", ".join(f"`{name}`" for name in model.unsupported)
         schema["description"] = (
             f"{schema.get('description', '')}\n\nRefused unless the value asks for nothing: {refused}.".strip()
         )
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 def _bound(schema: dict[str, Any]) -> None:

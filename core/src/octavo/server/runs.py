@@ -44,9 +44,11 @@ class Shape(Protocol):
     def frames(self, deltas: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]: ...
 
 
-async def body_of(request: Request, state: Service, model: type[M]) -> M:
-    """The request's body as `model`, in this request's turn. Raises ApiError."""
+async def body_of(request: Request, state: Service, model: type[M], *, optional: bool = False) -> M:
+    """The request's body as `model`, in this request's turn; optional: none at all is an empty object. Raises ApiError."""
     body = await read_body(request, state.config.max_body_bytes, state.config.body_timeout)
+    if optional and not body.strip():
+        body = b"{}"
     request.scope["octavo.waited"] += await state.pace.turn(Rank.COMPLETE)
     return parse(model, body) if len(body) <= SMALL else await asyncio.to_thread(parse, model, body)
 
