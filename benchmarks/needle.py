@@ -115,14 +115,14 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=1, choices=range(1, len(FACTS) + 1))
     parser.add_argument("--caches", nargs="+", default=["auto", "fp8_e4m3", "fp8_e5m2"])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--attention-backend", default="auto", help="the same one for all caches: by name, since auto may differ")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_source(resolve_source(args.model), EngineConfig(model=args.model))
     text = tokenizer.encode(args.text.read_text(), add_special=False)
     found: dict[str, Found] = {}
     for name in args.caches:
-        config = EngineConfig(
-            model=args.model, dtype=args.dtype, max_model_len=max(args.tokens) + COPIED, max_num_seqs=1, **cache_options(name)
-        )
+        shape = {"max_model_len": max(args.tokens) + COPIED, "max_num_seqs": 1, "attention_backend": args.attention_backend}
+        config = EngineConfig(model=args.model, dtype=args.dtype, **shape, **cache_options(name))
         found[name] = ask(build_engine(config, discover(config.plugins)), tokenizer, text, args, name)
     first = found[args.caches[0]]
     for name, other in found.items():
