@@ -199,7 +199,7 @@ def test_the_cuda_product_ends_where_its_matrices_do(n: int, k: int, dtype: torc
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("m", [1, 2, 8, 16, 32, 64, 100, 128, 200, 256])
+@pytest.mark.parametrize("m", [1, 2, 8, 16, 27, 32, 64, 72, 100, 128, 136, 200, 256])
 def test_captured_layers_read_nothing_before_it_is_written(m: int) -> None:
     """Kernels of a graph begin before the one in front has ended. Inputs change in size from one replay to the next, so that what was read
     too early, or kept from the replay before, is far off; what it should be comes from the same kernels, each waited for."""

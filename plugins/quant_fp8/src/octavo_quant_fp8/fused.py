@@ -21,6 +21,7 @@ from octavo_ops_triton.launch import Launcher, rows
 from torch import Tensor
 
 from octavo_quant_fp8.kernels import few_rows, quantise
+from octavo_quant_fp8.kernels.rows import padded_rows
 from octavo_quant_fp8.numerics import E4M3
 from octavo_quant_fp8.scheme import BLOCK as GROUP
 
@@ -122,7 +123,7 @@ def _output(x: Tensor, size: int, by_group: bool) -> tuple[Activation, int, int]
     block = triton.next_power_of_2(max(size, GROUP))
     group = GROUP if by_group else block
     scales = -(-size // group)
-    data = torch.empty(x.shape[0], size, dtype=E4M3, device=x.device)
+    data = torch.empty(padded_rows(x.shape[0]), size, dtype=E4M3, device=x.device)[: x.shape[0]]
     return Activation(data, torch.empty(x.shape[0], scales, dtype=torch.float32, device=x.device)), block, group
 
 
