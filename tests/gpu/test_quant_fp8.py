@@ -146,7 +146,7 @@ def test_a_row_that_is_not_finite_stays_so_and_its_neighbours_do_not_notice() ->
         assert torch.equal(got.data[row].float(), clean.data[row].float())
 
 
-def product(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> tuple[Any, Tensor]:
+def product(n: int, k: int, scheme: Scheme, dtype: torch.dtype, *, head: bool = False) -> tuple[Any, Tensor]:
     table = DictWeights()
     weights = GatheredWeights({"a": n}, k, scheme, bias=False, weights=table, device=torch.device("cuda"), dtype=dtype)
     values = (torch.randn(n, k) * 60).clamp(-448, 448).to(numerics.E4M3)
@@ -158,7 +158,7 @@ def product(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> tuple[Any, Te
         scale = torch.rand(n, 1) + 0.5
         table.fill({"a.weight": values, "a.weight_scale": scale}, lambda name: False)
         dense = values.double() * scale.double()
-    return products.cuda_product(weights, DEVICE, dtype, head=False), dense
+    return products.cuda_product(weights, DEVICE, dtype, head=head), dense
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -250,6 +250,22 @@ def test_captured_layers_read_nothing_before_it_is_written(m: int) -> None:
         for got, wanted in ((out.double(), want), (stream.double(), after)):
             error = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
             assert float(error.max()) < 1e-2, (m, seed, error)
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(("n", "k"), [(32000, 2048), (49152, 576)])
+def test_a_quantised_head_gives_float32_at_every_batch(n: int, k: int) -> None:
+    made, dense = product(n, k, Scheme("channel", "token", stored=True), BF16, head=True)
+    for m in (1, 2, 40, 100, 256, 300):
+        x = torch.randn(m, k).to(BF16)
+        if m == 1:
+            want = x.double() @ dense.T
+        else:
+            data, scale = numerics.quantise_rows(x)
+            want = (data.double() * scale.double()) @ dense.T
+        got = made(x)
+        assert got.dtype == torch.float32 and got.shape == (m, n)
+        assert float((got.double() - want).norm() / want.norm()) < 3e-3, m
 
 
 @pytest.mark.usefixtures("on_gpu")
