@@ -18,8 +18,9 @@ from torch import Tensor
 
 from octavo_ops_triton.launch import Launcher, begin
 
-FEW_ROWS = 4096
-"""Heads of a step up to which programs take 16, and 32 columns, so that little is done in a row: more take 64, so that the matrix is read less often."""
+TILES = ((1024, 16, 32), (4096, 16, 64), (1 << 62, 64, 128))
+"""(heads of a step up to which, heads of a program, columns of a program): a few are shared out thinly, so that little is done in a row;
+many are not turned once for every part of the columns."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -113,8 +114,11 @@ def _spread(
     matrix, factor = _matrix(dim, x.dtype, x.device)
     out = x.new_empty(tokens, heads, dim)
     rows, rest = tokens * heads, dim - rotary
-    block_r, block_n = (16, 32) if rows <= FEW_ROWS or x.dtype == torch.float32 else (64, 128 if dim <= 128 else 64)
-    block_n = min(block_n, max(16, triton.next_power_of_2(dim)))
+    _, block_r, block_n = next(tile for tile in TILES if rows <= tile[0])
+    if x.dtype == torch.float32:
+        block_r, block_n = 16, 32  # more does not fit the registers
+    # Of a wide head's matrix 128 columns would take more shared memory than capability 8.6 and 8.9 have.
+    block_n = min(block_n, 64 if dim > 128 else max(16, triton.next_power_of_2(dim)))
     constants = (
         *(x.stride(0), x.stride(1), heads, dim, rotary, cos is not None, weight is not None, block_r),
         *(max(16, triton.next_power_of_2(rotary // 2)), max(16, triton.next_power_of_2(rest)) if rest else 0),
