@@ -19,7 +19,7 @@ def test_a_shape_fits_a_multiprocessor_and_covers_the_matrix(rows: int, inputs: 
         split = split_gemm.choose_shape(m, rows, inputs, variant)
         if split is not None:
             assert m <= split.tokens and split.threads <= 1024 and split.taken(variant, inputs) <= narrow_gemm.MOST
-            assert split.strips(rows) * split.rows >= rows and split.strips(rows) % split.pair == 0
+            assert split.strips(rows) * split.rows >= rows and split.strips(rows) % split_gemm.PAIR == 0
             assert split.stages * 2048 >= split.tokens * 36 * 4, "a warp's sums have no room where its weights were"
     for m in range(STATIONARY_ROWS[0], STATIONARY_ROWS[1] + 1):
         shape = stationary_gemm.choose_shape(m, rows, inputs, variant)
@@ -53,7 +53,8 @@ def test_x_stands_in_registers_where_outputs_are_many_for_it() -> None:
         wide = stationary_gemm.choose_shape(m, *LLAMA_8B["gate_up"], VARIANTS[0])
         assert wide is not None and -(-28672 // wide.rows) == 128 and not wide.uneven
         assert stationary_gemm.choose_shape(m, *LLAMA_8B["down"], VARIANTS[0]) is None
-    assert stationary_gemm.choose_shape(8, *LLAMA_8B["o"], VARIANTS[0]) is not None
+        assert stationary_gemm.choose_shape(m, *LLAMA_8B["o"], VARIANTS[0]) is not None
+        assert stationary_gemm.choose_shape(m, 2048, 4096, VARIANTS[0]) is None
     short = stationary_gemm.choose_shape(8, 11272, 1088, Variant(True, False, True, 2, True))
     assert short is not None and (short.warps, short.turns, short.uneven) == (8, 2, True)
 
