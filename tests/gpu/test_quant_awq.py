@@ -105,7 +105,7 @@ def test_both_kernels_at_the_shapes_of_models(inputs: int, outputs: int, kernel:
     matrix, weight = matrix_and_weight(inputs, outputs, kernel)
     assert torch.equal(matrix.weights(0, outputs), weight.bfloat16())
     assert torch.equal(matrix.weights(37, outputs), weight[37:].bfloat16())
-    check_products(matrix, weight, (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 512, 1025, 4096, 4097))
+    check_products(matrix, weight, (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 512, 1025, 3584, 3585, 4096))
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(1056, 32), (1088, 64), (1152, 128), (4096, 128), (4096, -1)])

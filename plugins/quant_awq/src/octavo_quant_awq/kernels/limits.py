@@ -8,7 +8,7 @@ SPLIT_ROWS = (2, 16)
 """split.cu, on Hopper: from the first to the last of these, for matrices with many inputs and few outputs."""
 RING_ROWS = 32
 """ring.cu, for matrices with too few outputs to fill the GPU with blocks of warpgroup.cu."""
-WARPGROUP_ROWS = 4096
+WARPGROUP_ROWS = 3584
 """warpgroup.cu; with more rows, weights are made 16 bits wide and cuBLAS multiplies."""
 OTHER_ROWS = 64
 """w4a16.cu on other GPUs, and the Triton kernel anywhere; more rows are dequantised."""
