@@ -27,7 +27,7 @@ from octavo_quant_fp8.scheme import BLOCK as GROUP
 
 PLAIN_ROWS = 1
 
-LATENCY_ROWS = 512
+LATENCY_ROWS = 384
 """Rows up to which norms run in twice as many threads."""
 MAX_ROW = 1 << 16
 """Channels of a row that a program holds at most."""
