@@ -1,4 +1,4 @@
-// How weights become operands of the tensor cores, for narrow.cu and split.cu. Put between common.cuh and those.
+// How weights become operands of the tensor cores, for narrow.cu. Put between common.cuh and that.
 //
 // OPERANDS: CENTRED: of x's dtype; offset and zero point are subtracted from every weight. SUMS: of x's dtype; they are subtracted from the products, by sums of x that the
 // tensor cores make as well. SCALED: float16 whatever x is, each group of x scaled by a power of two that brings it into range, which loses

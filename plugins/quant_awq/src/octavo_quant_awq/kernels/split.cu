@@ -3,14 +3,16 @@
 // x [M, K] 16 bits, W [N, K] in the layout of packing.py, K a multiple of 128, out [M, N]. narrow.cu gives a block few outputs and all inputs there, so that every
 // multiprocessor reads all of x, as many bytes as weights at eight rows. Here a block has 16 * TILES rows of W and one of the parts of K, and that part of x.
 //
-// Weights come as in narrow.cu: every warp has a ring of its own. x: OPERANDS SCALED, read by all threads, which scale it; else by bulk copies into shared memory, X_BLOCKS blocks
-// of 128 inputs at a time, each with a barrier, and the PAIR blocks of a cluster, whose rows of W are neighbours, copy a part each for both.
+// Weights come as in narrow.cu: every warp has a ring of its own. x comes by bulk copies into shared memory, a block of 128 inputs at a time, each with a barrier; the PAIR blocks
+// of a cluster, whose rows of W are neighbours, copy every other one for both.
 //
-// The sums of the blocks of a strip meet in `partial` [strip][part of K][TOKENS * TILES * 4] float4; the last to arrive, by `arrived` [strip], which is 0 between launches, adds
-// them up in their order: results do not vary between runs. Both are used after wait_for_previous alone, when every launch before has ended, so launches that follow each other
-// share them, overlapping as dependent launches do. Launches on two streams at once must not.
+// The sums of the blocks of a strip meet in `partial` [strip][part of K but the last][TOKENS * TILES * 4] float4, whose numbers are all EMPTY between launches, a NaN that no addition
+// gives. The block of the last part waits until none of them is, adds them up in their order, so that results do not vary between runs, and empties them again. A counter
+// instead, by which the last to arrive adds up, took 0.3 to 0.4 us more: three trips to the L2 instead of one. At most one in `parts` blocks waits, those that the GPU starts last, for blocks
+// that wait for none: some multiprocessor is left for them. `partial` is used after wait_for_previous alone, when every launch before has ended, so launches that follow each
+// other share it, overlapping as dependent launches do. Launches on two streams at once must not.
 //
-// Macros besides those of common.cuh and operands.cuh: TOKENS (8 or 16), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, PAIR (1 or 2), SPLIT (0 or 1: products of a group
+// Macros besides those of common.cuh: TOKENS (8 or 16), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, PAIR (1 or 2), SPLIT (0 or 1: products of a group
 // are summed in two chains, which takes registers).
 
 #define WARPS (WARPS_N * WARPS_K)
@@ -21,19 +23,22 @@
 #define FIRST 1 // stages that begin before x
 #define CHUNKS (2 + ZEROS) // of 16 bytes, for scales and zero points of a tile
 #define EIGHTS (TOKENS / 8)
-#define X_BLOCKS 2
-#define X_BARRIERS 64 // for up to 128 blocks of inputs a part
+#define MOST_BLOCKS 64 // of inputs, a part
 #define PARTS 8 // of K, at most
+#define EMPTY 0xffffffffu
+#define MOST_TRIES (1 << 22) // some seconds: an error instead of a wait without end, should ever two streams have met
 
 __device__ __forceinline__ void store_l2(float4* p, float4 v) {
-    asm volatile("st.global.cg.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 __device__ __forceinline__ float4 load_l2(const float4* p) {
     float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
     return v;
 }
+
+__device__ __forceinline__ bool empty(float f) { return __float_as_uint(f) == EMPTY; }
 
 // As bulk_copy, to the same place of every block of the cluster that `blocks` has a bit for, each of which counts the bytes at its own barrier.
 __device__ __forceinline__ void bulk_copy_all(u32 to, const void* from, u32 bytes, u32 barrier, u16 blocks) {
@@ -43,10 +48,9 @@ __device__ __forceinline__ void bulk_copy_all(u32 to, const void* from, u32 byte
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
     const uint4* __restrict__ words, const uint4* __restrict__ scales, const uint4* __restrict__ zeros, const u16* x,
-    const u16* __restrict__ bias, u16* __restrict__ out, float4* partial, u32* arrived, int M, int N, int K, int x_stride, int group_step) {
-    extern __shared__ __align__(128) unsigned char memory[]; // rings of weights; scales; zero points; notes of scale_x; x
-    __shared__ __align__(8) u64 barriers[WARPS * STAGES + X_BARRIERS];
-    __shared__ u32 before;
+    const u16* __restrict__ bias, u16* __restrict__ out, float4* partial, int M, int N, int K, int x_stride, int group_step) {
+    extern __shared__ __align__(128) unsigned char memory[]; // rings of weights; scales; zero points; x
+    __shared__ __align__(8) u64 barriers[WARPS * STAGES + MOST_BLOCKS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
     const int rank = blockIdx.y % PAIR, part = blockIdx.y / PAIR, parts = gridDim.y / PAIR, strip = blockIdx.x * PAIR + rank;
@@ -56,8 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
     const u32 ring = base + warp * STAGES * SLOT, full = (u32)__cvta_generic_to_shared(barriers) + warp * STAGES * 8;
     const u32 x_full = (u32)__cvta_generic_to_shared(barriers) + WARPS * STAGES * 8;
     const u32 scales_at = base + WARPS * STAGES * SLOT, zeros_at = scales_at + most * SUB * TILES * 32;
-    const u32 notes_at = zeros_at + ZEROS * most * SUB * TILES * 16, x_at = notes_at + SCALED * most * SUB * TOKENS * 16;
-    const u32 x_pitch = most * 256 + 16; // bytes of a row; 16 more, so that ldmatrix meets no bank twice
+    const u32 x_at = zeros_at + ZEROS * most * SUB * TILES * 16, x_pitch = most * 256 + 16; // bytes of a row; 16 more, so that ldmatrix meets no bank twice
 
     launch_dependents();
     const int valid = max(0, min(ROW_TILES, tiles - mine)); // rows past the last tile keep whatever lies there: they are not written
@@ -70,12 +73,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
         bulk_copy(ring + s * SLOT, from, valid * 1024, full + 8 * s, policy);
         from += turn_bytes;
     };
-    const int batches = (count + X_BLOCKS - 1) / X_BLOCKS;
     if (lane == 0) {
 #pragma unroll
         for (int s = 0; s < STAGES; s++) barrier_init(full + 8 * s, 1);
-        if (!SCALED)
-            for (int b = warp; b < batches; b += WARPS) barrier_init(x_full + 8 * b, 1);
+        for (int b = warp; b < count; b += WARPS) barrier_init(x_full + 8 * b, 1);
         barriers_ready();
 #pragma unroll
         for (int s = 0; s < FIRST; s++)
@@ -95,44 +96,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
             copy_16(zeros_at + (n * TILES + j) * 16, zeros + at, true);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
-    auto fetch_rest = [&] {
-        if (lane == 0) {
-#pragma unroll
-            for (int s = FIRST; s < STAGES; s++)
-                if (s < turns) fetch(s);
-        }
-    };
 
     wait_for_previous(); // weights are written by no step; x is, by the kernel before
     if (PAIR > 1) cluster_wait();
-    const u16* from_x = x + first * 128;
-#if SCALED
-    const int eights = count * 16;
-    for (int c = threadIdx.x; c - lane < eights; c += THREADS) { // alike in all lanes
-        uint4 v[TOKENS];
-#pragma unroll
-        for (int m = 0; m < TOKENS; m++) {
-            v[m] = make_uint4(0, 0, 0, 0);
-            if (m < M && c < eights) v[m] = load_8(from_x + (size_t)m * x_stride + c * 8);
-        }
-        if (c < THREADS) fetch_rest();
-#pragma unroll
-        for (int m = 0; m < TOKENS; m++)
-            if (m < M) scale_x(v[m], c % 2, c < eights, c % (16 / SUB) == 0, x_at + m * x_pitch + c * 16, notes_at + (c / (16 / SUB) * TOKENS + m) * 16);
-    }
-    if (warp * 32 >= eights) fetch_rest(); // had no part of x
-#else
-    for (int b = warp; b < batches; b += WARPS) { // a row a lane
-        const int bytes = min(X_BLOCKS, count - b * X_BLOCKS) * 256;
-        if (lane == 0) arrive_expect(x_full + 8 * b, M * bytes);
+    for (int b = warp; b < count; b += WARPS) { // a row a lane
+        if (lane == 0) arrive_expect(x_full + 8 * b, M * 256);
         __syncwarp();
-        const u32 to = x_at + lane * x_pitch + b * X_BLOCKS * 256;
-        const u16* row = from_x + (size_t)lane * x_stride + b * X_BLOCKS * 128;
-        if (lane < M && PAIR == 1) bulk_copy(to, row, bytes, x_full + 8 * b);
-        if (lane < M && PAIR > 1 && b % PAIR == rank) bulk_copy_all(to, row, bytes, x_full + 8 * b, (1 << PAIR) - 1);
+        const u32 to = x_at + lane * x_pitch + b * 256;
+        const u16* row = x + (size_t)lane * x_stride + (first + b) * 128;
+        if (lane < M && PAIR == 1) bulk_copy(to, row, 256, x_full + 8 * b);
+        if (lane < M && PAIR > 1 && b % PAIR == rank) bulk_copy_all(to, row, 256, x_full + 8 * b, (1 << PAIR) - 1);
     }
-    fetch_rest();
-#endif
+    if (lane == 0) {
+#pragma unroll
+        for (int s = FIRST; s < STAGES; s++)
+            if (s < turns) fetch(s);
+    }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
@@ -144,11 +123,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
     float acc[ROW_TILES][EIGHTS][4] = {};
     u32 scale_at = scales_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 32 + g * 4;
     u32 zero_at = zeros_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 16 + g * 2;
-    u32 note_at = notes_at + (warp_k * SUB * TOKENS + 2 * t) * 16;
     int s = 0, parity = 0;
 #pragma unroll 1
     for (int turn = 0; turn < turns; turn++) {
-        if (!SCALED) wait(x_full + 8 * ((warp_k + turn * WARPS_K) / X_BLOCKS), 0);
+        wait(x_full + 8 * (warp_k + turn * WARPS_K), 0);
         wait(full + 8 * s, parity);
         uint4 word[ROW_TILES][2];
 #pragma unroll
@@ -179,19 +157,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
                     for (int h = 0; h < 2; h++) {
                         const uint4 four = word[r][h];
                         const u32 w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-#if SCALED
-                        a[h][0] = spread(w, magic), a[h][1] = spread_high(w, magic);
-                        a[h][2] = spread(w >> 8, magic), a[h][3] = spread_high(w >> 8, magic);
-#else
 #pragma unroll
                         for (int p = 0; p < 4; p++) a[h][p] = fma2(spread(w >> 4 * p, magic), ONES, (MAGIC | MINUS_ZERO) + (h ? zero[r] >> 8 : zero[r] & 0xff) * 0x10001u);
-#endif
                     }
 #pragma unroll
                     for (int j = 0; j < EIGHTS; j++) {
                         const uint4 b = v[i % 2][j];
-                        multiply(sums[r][j][0], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
-                        multiply(sums[r][j][SPLIT], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
+                        mma(sums[r][j][0], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
+                        mma(sums[r][j][SPLIT], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
                     }
                 }
                 if (i == 0) { // every lane has its words
@@ -201,29 +174,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
             }
 #pragma unroll
             for (int j = 0; j < EIGHTS; j++) {
-#if SCALED
-                uint4 note[2]; // of tokens 2 t and 2 t + 1
-#pragma unroll
-                for (int e = 0; e < 2; e++) note[e] = load_shared_16(note_at + (u * TOKENS + 8 * j + e) * 16);
-#endif
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     const float low = widen(both[r] & 0xffffu, SCALE_BF16), high = widen(both[r] >> 16, SCALE_BF16);
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        float sum = sums[r][j][0][e] + (SPLIT ? sums[r][j][1][e] : 0);
-#if SCALED
-                        const float z = e < 2 ? zero[r] & 0xff : zero[r] >> 8;
-                        sum = sum * __uint_as_float(note[e % 2].z) + __uint_as_float(note[e % 2].x) + z * __uint_as_float(note[e % 2].y);
-#endif
-                        acc[r][j][e] += (e < 2 ? low : high) * sum;
+                        acc[r][j][e] += (e < 2 ? low : high) * (sums[r][j][0][e] + (SPLIT ? sums[r][j][1][e] : 0));
                     }
                 }
             }
         }
 #pragma unroll
         for (int j = 0; j < EIGHTS; j++) row[j] += WARPS_K * 256;
-        scale_at += WARPS_K * SUB * TILES * 32, zero_at += WARPS_K * SUB * TILES * 16, note_at += WARPS_K * SUB * TOKENS * 16;
+        scale_at += WARPS_K * SUB * TILES * 32, zero_at += WARPS_K * SUB * TILES * 16;
         if (++s == STAGES) s = 0, parity ^= 1;
     }
 
@@ -236,34 +199,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 if (8 * j + 2 * t + e % 2 < M) own[(8 * j + 2 * t + e % 2) * PITCH + 16 * r + g + e / 2 * 8] = acc[r][j][e];
-    if (PAIR > 1 && warp == 0)
-        for (int b = 0; b < batches; b++) wait(x_full + 8 * b, 0); // a block without weights ends no earlier than the other's copies to it
+    if (PAIR > 1 && tile0 >= tiles && warp == 0)
+        for (int b = 0; b < count; b++) wait(x_full + 8 * b, 0); // a block without weights ends no earlier than the other's copies to it
     __syncthreads();
-    float4* const of_strip = partial + (size_t)strip * parts * (TOKENS * TILES * 4);
+    float4* const of_strip = partial + (size_t)strip * (parts - 1) * (TOKENS * TILES * 4);
     for (int e = threadIdx.x; e < M * TILES * 4; e += THREADS) {
-        const int at = e % (TILES * 4) * 4, offset = at / (16 * ROW_TILES) * STAGES * SLOT + (e / (TILES * 4) * PITCH + at % (16 * ROW_TILES)) * 4;
+        const int token = e / (TILES * 4), at = e % (TILES * 4) * 4, n = 16 * tile0 + at;
+        const int offset = at / (16 * ROW_TILES) * STAGES * SLOT + (token * PITCH + at % (16 * ROW_TILES)) * 4;
         float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int k = 0; k < WARPS_K; k++) {
             const float4 more = *(const float4*)(memory + offset + k * WARPS_N * STAGES * SLOT);
             sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
         }
-        store_l2(of_strip + part * (TOKENS * TILES * 4) + e, sum);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) // past the last, the counter starts again at 0
-        asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrived + strip), "r"(parts - 1) : "memory");
-    __syncthreads();
-    if (before + 1 < parts) return;
-    for (int e = threadIdx.x; e < M * TILES * 4; e += THREADS) {
-        const int token = e / (TILES * 4), n = 16 * tile0 + e % (TILES * 4) * 4;
-        float4 sum = make_float4(0, 0, 0, 0), more[PARTS];
+        if (part + 1 < parts) {
+            store_l2(of_strip + part * (TOKENS * TILES * 4) + e, sum);
+            continue;
+        }
+        float4 more[PARTS - 1], total = make_float4(0, 0, 0, 0);
+        bool came;
+        int tries = 0;
+        do { // all places of this thread at once, until none is empty
+            came = true;
 #pragma unroll
-        for (int k = 0; k < PARTS; k++)
-            if (k < parts) more[k] = load_l2(of_strip + k * (TOKENS * TILES * 4) + e);
+            for (int k = 0; k < PARTS - 1; k++)
+                if (k + 1 < parts) {
+                    more[k] = load_l2(of_strip + k * (TOKENS * TILES * 4) + e);
+                    came &= !empty(more[k].x) & !empty(more[k].y) & !empty(more[k].z) & !empty(more[k].w);
+                }
+            if (++tries == MOST_TRIES) __trap();
+        } while (!came);
+        const float nothing = __uint_as_float(EMPTY);
 #pragma unroll
-        for (int k = 0; k < PARTS; k++)
-            if (k < parts) sum.x += more[k].x, sum.y += more[k].y, sum.z += more[k].z, sum.w += more[k].w;
-        store_4(out + (size_t)token * N + n, bias, n, N, sum);
+        for (int k = 0; k < PARTS - 1; k++)
+            if (k + 1 < parts) {
+                store_l2(of_strip + k * (TOKENS * TILES * 4) + e, make_float4(nothing, nothing, nothing, nothing));
+                total.x += more[k].x, total.y += more[k].y, total.z += more[k].z, total.w += more[k].w;
+            }
+        store_4(out + (size_t)token * N + n, bias, n, N, make_float4(total.x + sum.x, total.y + sum.y, total.z + sum.z, total.w + sum.w));
     }
 }

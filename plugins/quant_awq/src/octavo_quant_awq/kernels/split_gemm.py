@@ -13,29 +13,29 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file, header
-from octavo_quant_awq.kernels.narrow_gemm import ALONE, MOST, PROCESSORS, Operands
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file
+from octavo_quant_awq.kernels.narrow_gemm import ALONE, MOST, PROCESSORS
 from octavo_quant_awq.kernels.variant import Variant
 
 PARTS = 4
-"""Blocks that share K: with two, x took as many bytes as without; with eight, adding up took what x no longer did."""
+"""Blocks that share K. Two were slower at eight rows (12.1 us instead of 11.2), eight no faster."""
+PAIR = 2
+"""Neighbours that copy x together."""
 MANY = 8192
 """Inputs from which on reading all of x costs more than adding up (measured: 14336 gains, 4096 loses)."""
-LARGEST = 128 * PARTS * 128
+LARGEST = 64 * PARTS * 128
 """Inputs for which a block has barriers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitShape:
     """A block of the kernel: tokens rows of x at most (8 or 16); 32 outputs a warp, warps_n warps side by side, warps_k that share K; stages blocks
-    of 128 inputs in flight a warp; pair: neighbours that copy x together (1 or 2)."""
+    of 128 inputs in flight a warp."""
 
     tokens: int
     warps_n: int
     warps_k: int
     stages: int
-    operands: Operands
-    pair: int
 
     @property
     def rows(self) -> int:
@@ -49,12 +49,11 @@ class SplitShape:
         """Bytes of shared memory that a block needs."""
         blocks = -(-inputs // 128 // PARTS)
         weights = self.warps_n * self.warps_k * self.stages * 2048 + blocks * variant.sub * self.rows * (2 + variant.zeros)
-        notes = blocks * variant.sub * 16 if self.operands is Operands.SCALED else 0
-        return weights + self.tokens * (blocks * 256 + 16 + notes)
+        return weights + self.tokens * (blocks * 256 + 16)
 
     def strips(self, rows: int) -> int:
         """Blocks side by side for that many outputs."""
-        return -(-rows // (self.rows * self.pair)) * self.pair
+        return -(-rows // (self.rows * PAIR)) * PAIR
 
 
 def held(m: int) -> int:
@@ -68,7 +67,7 @@ def choose_shape(m: int, rows: int, inputs: int, variant: Variant) -> SplitShape
     warps_n = -(-rows * PARTS // (32 * PROCESSORS))
     if inputs < MANY or inputs > LARGEST or variant.tail or warps_n > 8:
         return None
-    shape = SplitShape(held(m), warps_n, 16 // warps_n, 2, *((Operands.SCALED, 1) if m <= 8 else (Operands.CENTRED, 2)))
+    shape = SplitShape(held(m), warps_n, 16 // warps_n, 2)
     return shape if shape.taken(variant, inputs) <= MOST else None
 
 
@@ -77,21 +76,20 @@ def function(variant: Variant, shape: SplitShape, inputs: int, device: torch.dev
     """The compiled kernel; the first call compiles."""
     defines = variant.defines | {
         "TOKENS": shape.tokens, "ROW_TILES": 2, "WARPS_N": shape.warps_n, "WARPS_K": shape.warps_k, "STAGES": shape.stages,
-        "OPERANDS": int(shape.operands), "PAIR": shape.pair, "SPLIT": 1,
+        "PAIR": PAIR, "SPLIT": int(shape.tokens == 8),
     }  # fmt: skip
-    module = compile_file("split.cu", defines, device, before=header("operands.cuh"))
+    module = compile_file("split.cu", defines, device)
     shared = max(shape.taken(variant, inputs), ALONE)
-    return CudaFunction(module, "split", threads=shape.threads, cluster=shape.pair, shared=shared, dependent=True)
+    return CudaFunction(module, "split", threads=shape.threads, cluster=PAIR, shared=shared, dependent=True)
 
 
 class Meeting:
-    """Where the sums of one matrix's parts of K meet. Launches that follow each other on a stream share it, also where they overlap and within graphs
-    (split.cu says why); two streams must not use it at once."""
+    """Where the sums of one matrix's parts of K meet: numbers that are all EMPTY between launches (split.cu). Launches that follow each other on a stream
+    share it, also where they overlap and within graphs; two streams must not use it at once."""
 
     def __init__(self, rows: int, shapes: list[SplitShape], device: torch.device) -> None:
-        sums = max(shape.strips(rows) * PARTS * shape.tokens * shape.rows for shape in shapes)
-        self.partial = torch.empty(sums, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(max(shape.strips(rows) for shape in shapes), dtype=torch.int32, device=device)
+        sums = max(shape.strips(rows) * (PARTS - 1) * shape.tokens * shape.rows for shape in shapes)
+        self.partial = torch.full((sums,), -1, dtype=torch.int32, device=device)
 
 
 def launch(
@@ -101,6 +99,6 @@ def launch(
     """out [M, N] = x [M, K] W^T + bias. x's rows must be dense and start at multiples of 16 bytes."""
     (m, k), n = x.shape, out.shape[1]
     pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0, x.data_ptr(),
-                bias.data_ptr() if bias is not None else 0, out.data_ptr(), meeting.partial.data_ptr(), meeting.arrived.data_ptr())  # fmt: skip
-    call(shape.strips(n) // shape.pair, 1, pointers, (m, n, k, x.stride(0), group_step), y=PARTS * shape.pair)
+                bias.data_ptr() if bias is not None else 0, out.data_ptr(), meeting.partial.data_ptr())  # fmt: skip
+    call(shape.strips(n) // PAIR, 1, pointers, (m, n, k, x.stride(0), group_step), y=PARTS * PAIR)
     return out
