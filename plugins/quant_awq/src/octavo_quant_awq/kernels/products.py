@@ -65,13 +65,11 @@ class CudaProduct:
             self._held = {m for m in (1, 4, 8) if self._narrow_shape(m)}  # rows that variants of narrow.cu have room for
             several = min(SPLIT_ROWS[0], STATIONARY_ROWS[0])
             jobs += [lambda m=m: self._narrow(m) for m in self._held if m < several or (8 not in split and 8 not in standing)]
-            first = NARROW_ROWS + 1 if 8 in self._held else 1
+            first = NARROW_ROWS + 1 if 8 in self._held else 1  # of the rows that none of these serves
+            if first > NARROW_ROWS and 16 in split | standing:
+                first = 17
             self._ring_rows = 0 if warpgroup_gemm.fills(rows) else RING_ROWS
-            jobs += [
-                lambda m=m: self._ring(m)
-                for m in (8, 16, 32)
-                if first <= m <= self._ring_rows and (m != 16 or m not in split | standing)
-            ]
+            jobs += [lambda m=m: self._ring(m) for m in (8, 16, 32) if first <= m <= self._ring_rows]
             shapes = warpgroup_gemm.shapes(rows, inputs, max(first, self._ring_rows + 1), WARPGROUP_ROWS)
             jobs += [lambda shape=shape: warpgroup_gemm.function(self._variant, shape, self._device) for shape in shapes]
         jobs.append(lambda: library.function(self._variant, self._device))
