@@ -283,7 +283,7 @@ class TritonLatent:
             log = self._nothing if lse is None else lse
             merge_kernel[(bound.layer.num_heads, rows)](
                 dense.work.cuts, self._part, self._part_lse, out, log, self._nothing, 1.0, out.stride(0), out.stride(1), log.stride(0),
-                HEADS=bound.layer.num_heads, V_DIM=bound.layer.v_dim, BLOCK_V=_pow2(bound.layer.v_dim), CHUNK=16,
+                HEADS=bound.layer.num_heads, V_DIM=bound.layer.v_dim, BLOCK_V=_pow2(bound.layer.v_dim), FEW=16, CHUNK=16,
                 SINKS=False, LSE=lse is not None, PDL=self.pdl, num_warps=4, **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip
         if prompts:

@@ -114,7 +114,7 @@ class TokenAttention:
         if splits > 1:
             merge_kernel[(layer.num_heads, tokens)](
                 self._cuts[splits], part, part_lse, out, log, sinks, 1.0, out.stride(0), out.stride(1), log.stride(0),
-                HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=_pow2(layer.v_dim), CHUNK=16, SINKS=self._sinks is not None,
+                HEADS=layer.num_heads, V_DIM=layer.v_dim, BLOCK_V=_pow2(layer.v_dim), FEW=16, CHUNK=16, SINKS=self._sinks is not None,
                 LSE=lse is not None, PDL=self._pdl, num_warps=4, **({"launch_pdl": True} if self._pdl else {}),
             )  # fmt: skip
 
