@@ -6,6 +6,7 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup
+TRITON := $(VENV)/.triton
 ARGS  ?=
 JOBS  ?= 2
 PORT  ?= $(or $(OCTAVO_PORT),8000)
@@ -48,7 +49,13 @@ run: setup
 	@echo
 	@exec $(BIN)/octavo serve demo --port $(PORT)
 
-test: setup
+# The Triton plugins' kernels are tested under Triton's interpreter, on any CPU. torch's CUDA wheels bring the triton that they work with,
+# its CPU wheels bring none.
+$(TRITON): $(STAMP)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -s)" != Linux || $(PIP) install --quiet --no-deps triton==3.6.0
+	@touch $@
+
+test: $(TRITON)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: setup
