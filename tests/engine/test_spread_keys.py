@@ -47,6 +47,23 @@ def test_e5m2_keys_are_spread_and_others_if_asked(cache: str, asked: Any, spread
     assert made.spread_keys == spreads
     told = made.explain()["values"]
     assert ("kv_cache_spread" in told) == spreads and all(item["why"] for item in told.values())
+    if spreads:
+        assert told["kv_cache_spread"]["why"].endswith(
+            "; by a kernel a layer of its own: torch has no kernel that turns keys as it stores them"
+        )
+
+
+@pytest.mark.parametrize("widths", [(), (16,)])
+def test_explain_tells_what_spreads_keys(widths: tuple[int, ...], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchAttention, "prologue", lambda *_: None, raising=False)
+    monkeypatch.setattr(TorchAttention, "prologue_spreads", lambda _, layer: layer.k_dim in widths, raising=False)
+    why = plan(tiny, kv_cache_dtype="fp8_e5m2").explain()["values"]["kv_cache_spread"]["why"]
+    by = (
+        "the kernel of torch that stores keys"
+        if widths
+        else "a kernel a layer of its own: torch stores heads of 16 channels as they are"
+    )
+    assert why.endswith(f"; by {by}")
 
 
 def test_keys_that_are_not_rounded_to_fp8_are_not_spread(tiny: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from octavo.attention.layer import PagedAttention
 from octavo.attention.torch_backend import TorchAttention
 from octavo.catalog import Device
-from octavo.interfaces import AttentionParts
+from octavo.interfaces import AttentionLayer, AttentionParts, Step
 from octavo.model.operators import qk_norm_rope, qk_norm_rope_spread, spread
 from octavo.model.spread import gathered, spread_matrix, whole_matrix
 from octavo.testing.paged import Scene, Shape
@@ -94,23 +94,45 @@ def test_keys_with_a_loud_channel_are_rounded_with_much_less_harm(kv_dtype: str)
 
 
 class Prologue(TorchAttention):
-    """A backend that has a prologue and forbids its use."""
+    """A backend whose prologue spreads heads of 16 channels and no others, and counts its calls."""
+
+    calls = 0
+
+    def prologue_spreads(self, layer: AttentionLayer) -> bool:
+        return layer.k_dim == 16
+
+    def prologue(self, layer: int, step: Step, qkv: Tensor, *args: Any, spread: bool = False) -> Tensor:
+        assert spread and qkv.shape[2] == 16
+        self.calls += 1
+        q, k = qk_norm_rope_spread(qkv[:, :6], *args).split((4, 2), 1)
+        self.write(layer, step, k, qkv[:, 6:])
+        return q
+
+
+class Plain(TorchAttention):
+    """A backend whose prologue does not spread."""
 
     def prologue(self, *args: Any) -> Tensor:
         raise AssertionError("it stores keys that are not spread")
 
 
-def test_a_backend_s_own_prologue_is_not_used_and_keys_are_read_as_they_came() -> None:
-    shape, turn = Shape(k_dim=16), torch.randn(124, 1, 8)
-    made = Scene(Prologue(None, AttentionParts(Device(), "float32")), shape, Device(), [90, 1, 33])
+@pytest.mark.parametrize(
+    ("kind", "dim", "calls"), [(Prologue, 16, 1), (Prologue, 32, 0), (Plain, 16, 0), (TorchAttention, 16, 0)]
+)
+def test_a_prologue_is_used_where_it_spreads_and_keys_are_read_as_they_came(
+    kind: type[TorchAttention], dim: int, calls: int
+) -> None:
+    shape, turn = Shape(k_dim=dim), torch.randn(124, 1, dim // 2)
+    made = Scene(kind(None, AttentionParts(Device(), "float32")), shape, Device(), [90, 1, 33])
     cos, sin = torch.cat((turn.cos(),) * 2, -1), torch.cat((-turn.sin(), turn.sin()), -1)
-    qkv = torch.randn(124, 8, 16)
+    qkv = torch.randn(124, 8, dim)
     step = made.step(WORK)
     with torch.inference_mode():
         made.backend.prepare(step)
         made.backend.plan(step)
-        PagedAttention(shape.layer(), made.backend, qk_norm_rope_spread, spread).turned(step, qkv.clone(), None, 1e-5, cos, sin)
         layer = PagedAttention(shape.layer(), made.backend, qk_norm_rope_spread, spread)
+        layer.turned(step, qkv.clone(), None, 1e-5, cos, sin)
+        assert getattr(made.backend, "calls", 0) == calls
         keys, values = layer.read(made.rows[0].slot, 0, 90)
         stored, _ = made.backend.gather(0, made.rows[0].slot, 90)
     right = qk_norm_rope(qkv[:90, 4:6].clone(), None, 1e-5, cos[:90], sin[:90])

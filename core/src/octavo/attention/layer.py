@@ -8,6 +8,7 @@ know how the cache is laid out or which step it is in: the step is passed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,12 +19,18 @@ from octavo.interfaces import AttentionBackend, AttentionLayer, Step
 from octavo.model.spread import gathered
 
 
+def prologue_spreads(backend: AttentionBackend, layer: AttentionLayer) -> bool:
+    """Whether the backend has a prologue that spreads the heads of such a layer (`octavo.interfaces.SpreadingPrologue`)."""
+    spreads: Callable[[AttentionLayer], bool] | None = getattr(backend, "prologue_spreads", None)
+    return hasattr(backend, "prologue") and spreads is not None and spreads(layer)
+
+
 class PagedAttention:
     """Callable (step, q, k, v) -> out; the engine's build makes one for each layer (ModelParts.attention).
 
     norm_rope is the operator "qk_norm_rope", for backends without a prologue. spread, if given, is the operator of that name:
-    the backend then sees queries and keys that it has turned, and its prologue, which does not turn them, is not used;
-    norm_rope is "qk_norm_rope_spread"."""
+    the backend then sees queries and keys that it has turned, and norm_rope is "qk_norm_rope_spread". A prologue is used where it
+    turns them itself (`prologue_spreads`)."""
 
     def __init__(
         self,
@@ -36,7 +43,9 @@ class PagedAttention:
         self._write, self._run, self._gather = backend.write, cast("Any", backend.run), cast("Any", backend.gather)
         self._choose, self._captures = getattr(backend, "choose", None), backend.graphs != "none"
         self._compress = getattr(backend, "compress", None)
-        self._prologue = None if spread else getattr(backend, "prologue", None)
+        self._prologue: Callable[..., Tensor] | None = getattr(backend, "prologue", None)
+        if spread is not None and self._prologue is not None:
+            self._prologue = partial(self._prologue, spread=True) if prologue_spreads(backend, layer) else None
         self._spread = spread
         self._norm_rope = norm_rope
         self._split = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)

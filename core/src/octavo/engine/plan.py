@@ -7,7 +7,7 @@ No weight is read and no device memory is taken here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,16 @@ from octavo.engine.sizing import (
     workspace_bytes,
 )
 from octavo.errors import ConfigError, LoadError
-from octavo.interfaces import AttentionParts, CacheLayout, KVGroup, Limits, ModelAdapter, ModelFacts
+from octavo.interfaces import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionParts,
+    CacheLayout,
+    KVGroup,
+    Limits,
+    ModelAdapter,
+    ModelFacts,
+)
 
 if TYPE_CHECKING:
     from octavo.model.source import ModelSource
@@ -158,7 +167,6 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     executor = catalog.resolve("executor", needs("executor", devices=1), config.executor)
     quantizer = _quantizer(config, catalog, source, architecture, needs)
     kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype, quantizer.accept.preferences.get("kv_cache_dtype"))
-    spread_keys, why["kv_cache_spread"] = _spread_keys(config.kv_cache_spread, kv_dtype)
     model = catalog.resolve("model", needs("model", architecture=architecture, config=source.config), config.model_adapter)
     adapter = model.create(None)
     facts = _facts(adapter, source, dtype, kv_dtype)
@@ -171,6 +179,10 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     block_size, why["block_size"] = choose_block_size(wanted, adapter.recommend(source.config), attention)
     backend = attention.create(AttentionParts(device, dtype))
     groups = plan_groups(facts.kv_specs, backend.layout, block_size)
+    spreadable = [facts.layers[i] for group in groups if group.spec.kind != "latent" for i in group.layers]
+    spread_keys, why["kv_cache_spread"] = _spread_keys(config.kv_cache_spread, kv_dtype, latent=not spreadable)
+    if spread_keys:
+        why["kv_cache_spread"] += f"; by {_spreader(attention.name, backend, spreadable)}"
 
     item = DTYPE_BYTES[dtype]
     stored: dict[str, int] = {}
@@ -316,19 +328,38 @@ def _kv_dtype(asked: str, dtype: str, stored: str | None = None) -> tuple[str, s
         raise ConfigError(f"--kv-cache-dtype {asked}: must be auto or one of {', '.join(KV_DTYPES)}") from None
 
 
-def _spread_keys(asked: str, kv_dtype: str) -> tuple[bool, str]:
-    """Whether keys are spread before the cache rounds them, and why."""
+def _spread_keys(asked: str, kv_dtype: str, *, latent: bool) -> tuple[bool, str]:
+    """Whether keys are spread before the cache rounds them, and why. latent: every layer's cache is."""
     if not kv_dtype.startswith("float8"):
         if asked == "always":
             raise ConfigError(
                 f"--kv-cache-spread always: the KV cache is {kv_dtype}, whose rounding needs no help; give --kv-cache-dtype fp8_e4m3 or fp8_e5m2"
             )
         return False, f"nothing to gain in {kv_dtype}"
+    if latent:
+        if asked == "always":
+            raise ConfigError(
+                "--kv-cache-spread always: the model's caches are latent, whose keys are their values too; leave the flag out"
+            )
+        return False, "latent caches are not spread: their keys are their values too"
     if asked != "auto":
         return asked == "always", "named in the configuration"
     if kv_dtype == "float8_e5m2":
         return True, "e5m2 has two bits of mantissa: without it, scores have twice e4m3's error"
     return False, "e4m3 does without, and a kernel a layer is saved"
+
+
+def _spreader(name: str, backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> str:
+    """What spreads the heads of these layers under a backend of this name."""
+    from octavo.attention.layer import prologue_spreads
+
+    left = [layer for layer in layers if not prologue_spreads(backend, layer)]
+    if not left:
+        return f"the kernel of {name} that stores keys"
+    widths = ", ".join(str(width) for width in sorted({layer.k_dim for layer in left}))
+    fused = hasattr(backend, "prologue")
+    lacks = f"stores heads of {widths} channels as they are" if fused else "has no kernel that turns keys as it stores them"
+    return f"a kernel a layer of its own: {name} {lacks}"
 
 
 def _limits(config: EngineConfig, facts: ModelFacts, device: Device, why: dict[str, str]) -> Limits:

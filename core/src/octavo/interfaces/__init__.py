@@ -20,6 +20,7 @@ from octavo.interfaces.attention import (
     FusedPrologue,
     PlannedWorkspace,
     SparseBackend,
+    SpreadingPrologue,
     StepVariants,
 )
 from octavo.interfaces.execution import Executor, Handle, Runner
@@ -92,6 +93,7 @@ __all__ = [
     "SchedulerParts",
     "SharedPrefix",
     "SparseBackend",
+    "SpreadingPrologue",
     "Step",
     "StepHost",
     "StepVariants",

@@ -123,8 +123,7 @@ class PlannedWorkspace(Protocol):
 
 
 class FusedPrologue(Protocol):
-    """What an AttentionBackend may also offer, since the layout that keys are stored in is its own. Not used where keys are spread
-    before they are stored (`octavo.model.spread`): then `write` is."""
+    """What an AttentionBackend may also offer, since the layout that keys are stored in is its own."""
 
     def prologue(
         self, layer: int, step: Step, qkv: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
@@ -132,6 +131,29 @@ class FusedPrologue(Protocol):
         """In one kernel what the operator "qk_norm_rope" and `write` do in two: qkv [T, heads + 2 kv_heads, D],
         dense, holds q, k and v heads; weight [heads + kv_heads, D] normalises q and k heads (None: it does not); cos and sin
         are the operator's. Stores K and V at the step's slots; returns q [T, heads, D], which may be a view of qkv."""
+
+
+class SpreadingPrologue(Protocol):
+    """What an AttentionBackend with a prologue may also offer, for caches whose rounding wants keys spread over the channels of
+    a head (`octavo.model.spread`). Where it does not, the operator "qk_norm_rope_spread" and `write` are used there."""
+
+    def prologue_spreads(self, layer: AttentionLayer) -> bool:
+        """Whether `prologue` takes spread=True for such a layer. Asked before `bind`; layer has no tensors."""
+
+    def prologue(
+        self,
+        layer: int,
+        step: Step,
+        qkv: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        spread: bool = False,
+    ) -> Tensor:
+        """As FusedPrologue.prologue. spread: of what the operator "qk_norm_rope_spread" gives, so q and k heads are rounded to the
+        model's dtype as RoPE leaves them, multiplied by the matrix with float32 sums, and rounded once more. v is not."""
 
 
 class SparseBackend(Protocol):

@@ -23,10 +23,11 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.attention.layer import prologue_spreads
 from octavo.catalog import Accept, Device, Needs, Provider, Reject
 from octavo.engine.plan import attention_facts
 from octavo.interfaces import AttentionBackend, AttentionParts, ModelFacts, SharedPrefix
-from octavo.model.operators import qk_norm_rope
+from octavo.model.operators import qk_norm_rope, spread
 from octavo.testing.paged import Answer, Scene, Shape, stored
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
@@ -97,9 +98,10 @@ def check(
     return answers
 
 
-def check_prologue(scene: Scene, work: Sequence[Work], *, rotary: int, norm: bool) -> None:
+def check_prologue(scene: Scene, work: Sequence[Work], *, rotary: int, norm: bool, spreads: bool = False) -> None:
     """The backend's fused prologue against core's operator and what its own `write` stores: queries and keys
-    within twice the dtype's rounding, values exactly. The scene's rows have K as wide as V."""
+    within twice the dtype's rounding, values exactly. The scene's rows have K as wide as V. spreads: with spread=True, whose
+    channels are sums over a head, so within twice the rounding of its largest."""
     shape, step = scene.shape, scene.step(work)
     (heads, kv_heads), dim, dtype = shape.heads, shape.k_dim, getattr(torch, shape.dtype)
     random = torch.Generator().manual_seed(9)
@@ -116,12 +118,15 @@ def check_prologue(scene: Scene, work: Sequence[Work], *, rotary: int, norm: boo
     turned = qk_norm_rope(
         qkv[:, : heads + kv_heads].double(), None if weight is None else weight.double(), 1e-5, cos.double(), sin.double()
     )
+    if spreads:
+        turned = spread(turned).double()
     keys = stored(turned[:, heads:].to(dtype), shape.kv_dtype, shape.k_scale)
     values = stored(qkv[:, heads + kv_heads :].clone(), shape.kv_dtype, shape.v_scale)
     with torch.inference_mode():
         scene.backend.prepare(step)
         scene.backend.plan(step)
-        q = scene.backend.prologue(0, step, qkv, weight, 1e-5, cos, sin)  # type: ignore[attr-defined]
+        extra = {"spread": True} if spreads else {}
+        q = scene.backend.prologue(0, step, qkv, weight, 1e-5, cos, sin, **extra)  # type: ignore[attr-defined]
         slack = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}[shape.dtype]
         torch.testing.assert_close(q.double(), turned[:, :heads], rtol=slack, atol=slack)
         at = 0
@@ -282,19 +287,23 @@ class AttentionSuite:
     # ------------------------------------------------------------ the prologue
 
     @pytest.mark.parametrize(
-        ("heads", "dim", "rotary"), [((9, 3), 64, 64), ((16, 8), 128, 128), ((8, 2), 96, 32), ((7, 7), 80, 80)]
+        ("heads", "dim", "rotary"),
+        [((9, 3), 64, 64), ((16, 8), 128, 128), ((8, 2), 96, 32), ((7, 7), 80, 80), ((6, 2), 256, 256)],
     )
     @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize("spreads", [False, True], ids=["", "spread"])
     @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
     def test_a_prologue_is_norm_rope_and_write(
-        self, heads: tuple[int, int], dim: int, rotary: int, norm: bool, kv_dtype: str | None, dtype: str
+        self, heads: tuple[int, int], dim: int, rotary: int, norm: bool, spreads: bool, kv_dtype: str | None, dtype: str
     ) -> None:
         shape = replace(Shape(heads=heads, k_dim=dim, block_size=16, dtype=dtype), kv_dtype=kv_dtype, k_scale=0.5, v_scale=2.0)
         scene = self.target.scene(shape, [33, 20, 40])
         if not hasattr(scene.backend, "prologue"):
             pytest.skip("the backend has no prologue of its own")
+        if spreads and not prologue_spreads(scene.backend, shape.layer()):
+            pytest.skip(f"the backend's prologue does not spread heads of {dim} channels")
         scene.fill([32, 0, 37])
-        check_prologue(scene, [(0, 32, 1), (1, 0, 20), (2, 37, 3)], rotary=rotary, norm=norm)
+        check_prologue(scene, [(0, 32, 1), (1, 0, 20), (2, 37, 3)], rotary=rotary, norm=norm, spreads=spreads)
 
     # ------------------------------------------------------------ the cache
 
