@@ -79,7 +79,8 @@ def prologue(scene: Scene, work: list[Work]) -> None:
     (heads, kv_heads), dim, tokens = shape.heads, shape.k_dim, len(step.token_ids)
     sizes = ((tokens, heads + 2 * kv_heads, dim), (heads + kv_heads, dim), (tokens, 1, dim), (tokens, 1, dim))
     qkv, weight, cos, sin = (torch.randn(size).to(getattr(torch, shape.dtype)).cuda() for size in sizes)
-    scene.backend.prologue(0, step, qkv, weight, 1e-5, cos, sin)  # type: ignore[attr-defined]
+    for spread in (False, True):
+        scene.backend.prologue(0, step, qkv, weight, 1e-5, cos, sin, spread=spread)  # type: ignore[attr-defined]
 
 
 def run(case: Case) -> None:

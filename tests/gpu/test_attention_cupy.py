@@ -20,8 +20,9 @@ pytest.importorskip("cupy", reason="cupy is not installed")
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "attention_cupy" / "src"))
 
 from octavo.bench.kernel import cuda_device
+from octavo.model.spread import whole_matrix
 from octavo.testing.attention import AttentionSuite, AttentionTarget, check
-from octavo.testing.paged import Shape
+from octavo.testing.paged import Shape, stored
 from octavo_attention_cupy import tuning
 from octavo_attention_cupy.provider import CupyOptions, provider
 
@@ -133,6 +134,78 @@ def test_scores_that_climb_fall_jump_or_lie_far_below_zero(dtype: str, kv_dtype:
 def test_a_hopper_prefill_that_cannot_be_is_refused_when_bound() -> None:
     with pytest.raises(ValueError, match=r"layer 0: prefill=hopper needs capability 9.0 .* dims 96 and 96"):
         target(prefill="hopper").scene(Shape((8, 2), 96, dtype=BF16), [20])
+
+
+SPREAD = [
+    (Shape((5, 1), 16, dtype=BF16, kv_dtype=E4M3, k_scale=0.5), 16),
+    (Shape((6, 2), 32, dtype=FP16, block_size=8), 32),
+    (Shape((8, 2), 48, dtype=BF16), 24),
+    (Shape((9, 3), 64, dtype=BF16, kv_dtype=E4M3, k_scale=0.5), 64),
+    (Shape((6, 2), 64, dtype=FP16, block_size=8), 8),
+    (Shape((7, 7), 80, dtype=BF16, kv_dtype=E5M2, block_size=40), 24),
+    (Shape((9, 3), 96, dtype=FP16, kv_dtype=E4M3, block_size=24), 96),
+    (Shape((9, 3), 112, dtype=FP16, kv_dtype=E4M3, v_scale=2.0), 64),
+    (Shape((32, 8), 128, dtype=BF16, kv_dtype=E4M3, block_size=64, k_scale=0.5), 128),
+    (Shape((8, 2), 128, dtype=BF16), 16),
+    (Shape((8, 2), 144, dtype=BF16), 144),
+    (Shape((6, 2), 176, dtype=FP16), 80),
+    (Shape((9, 3), 192, dtype=FP16, kv_dtype=E4M3, block_size=24), 64),
+    (Shape((8, 2), 224, dtype=BF16), 224),
+    (Shape((6, 2), 240, dtype=FP16), 240),
+    (Shape((7, 7), 256, dtype=BF16, kv_dtype=E5M2, block_size=40, v_scale=2.0), 256),
+    (Shape((6, 2), 256, dtype=FP16), 64),
+]
+"""Every kind of width, and how many dims turn."""
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize(("shape", "rotary"), SPREAD, ids=str)
+def test_a_prologue_spreads_heads_and_rounds_them_once_more(shape: Shape, rotary: int, norm: bool) -> None:
+    """What it gives without spreading times the matrix in float64, rounded. Keys are made of what the first query heads are, so what is
+    stored of them is known to the bit."""
+    scene = target().scene(shape, [33, 20, 40])
+    assert scene.backend.prologue_spreads(shape.layer())
+    work = [(0, 32, 1), (1, 0, 20), (2, 37, 3)]
+    step, (heads, kv_heads), dim = scene.step(work), shape.heads, shape.k_dim
+    dtype, random = getattr(torch, shape.dtype), torch.Generator().manual_seed(3)
+    qkv = torch.randn(len(step.token_ids), heads + 2 * kv_heads, dim, generator=random)
+    qkv[:, :, 5] *= 40  # a channel that stands out, which is what keys are spread for
+    weight = 1 + torch.randn(heads + kv_heads, dim, generator=random) / 4
+    qkv[:, heads : heads + kv_heads], weight[heads:] = qkv[:, :kv_heads], weight[:kv_heads]
+    angle = torch.rand(len(step.token_ids), 1, rotary // 2, generator=random) * 6
+    cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    qkv, weight, cos, sin = (x.cuda().to(dtype) for x in (qkv, weight, cos, sin))
+    scene.backend.prepare(step)
+
+    def run(qkv: torch.Tensor, spread: bool) -> torch.Tensor:
+        return scene.backend.prologue(0, step, qkv.clone(), weight if norm else None, 1e-5, cos, sin, spread=spread)
+
+    plain, found = run(qkv, False), run(qkv, True)
+    whole, factor = whole_matrix(dim)
+    exact = plain.double() @ whole.double().cuda() * factor
+    sums = plain.double().norm(dim=-1, keepdim=True) * 2.0**-18  # of float32, where they cancel
+    half_a_step = 2.0 ** (-9 if dtype == torch.bfloat16 else -12)
+    off = (found.double() - exact).abs() - exact.abs() * half_a_step - sums
+    assert float(off.max()) <= 0, f"off by {float(off.max()):.2e} more than rounding explains"
+    right = (
+        stored(found[:, :kv_heads].clone(), shape.kv_dtype, shape.k_scale),
+        stored(qkv[:, heads + kv_heads :].clone(), shape.kv_dtype, shape.v_scale),
+    )
+    at = 0
+    for index, start, count in work:
+        held = scene.backend.gather(0, scene.rows[index].slot, start + count)
+        for kept, wanted in zip(held, right, strict=True):
+            assert torch.equal(kept[start:].double(), wanted[at : at + count].double())
+        at += count
+    scene.check_untouched()
+    broken = qkv.clone()
+    broken[3, 1, 2] = broken[3, -1, 1] = torch.inf
+    broken[4] = torch.nan
+    again = run(broken, True)
+    assert not again[3, 1].isfinite().any()
+    assert not again[4].isfinite().any()
+    again[3, 1], again[4] = found[3, 1], found[4]
+    assert torch.equal(again, found), "what is not finite in one head has changed another"
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3])

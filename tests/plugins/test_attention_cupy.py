@@ -415,6 +415,9 @@ def test_every_shape_has_a_kernel_that_fits_in_shared_memory(memory: tuple[int, 
         ("sm_80", "write", (128, 128), 2),
         ("sm_90", "prologue", (128, 128), 2),
         ("sm_89", "prologue", (80, 80), 1),
+        ("sm_90", "spreading prologue", (128, 128), 1),
+        ("sm_89", "spreading prologue", (192, 192), 1),
+        ("sm_80", "spreading prologue", (256, 256), 2),
         ("sm_89", "write", (80, 80), 1),
         ("sm_90", "widen", (128, 128), 1),
         ("sm_80", "plan", (0, 0), 0),
@@ -427,6 +430,7 @@ def test_kernels_compile_without_spilling(arch: str, kernel: str, dims: tuple[in
     from octavo_attention_cupy.compiler import with_arguments
 
     macros: dict[str, int] = {}
+    kernel, spread = kernel.removeprefix("spreading "), kernel.startswith("spreading ")
     if kernel != "plan":
         macros = {"BF16": 1, "KV_BYTES": element, "E5M2": 0, "K_DIM": dims[0], "V_DIM": dims[1], "SOFTCAP": 0}
         memory = (
@@ -438,6 +442,8 @@ def test_kernels_compile_without_spilling(arch: str, kernel: str, dims: tuple[in
             macros |= decode_choice(group=4, k_dim=dims[0], v_dim=dims[1], element=element, crowded=False, **memory).macros()
         elif kernel == "prefill":
             macros |= portable_choice(k_dim=dims[0], v_dim=dims[1], element=element, shared_block=memory["shared_block"]).macros
+        elif kernel == "prologue":
+            macros |= {"SPREAD": spread}
         elif kernel == "prefill_hopper":
             hopper = hopper_choice(group=4, k_dim=dims[0], v_dim=dims[1])
             assert hopper is not None

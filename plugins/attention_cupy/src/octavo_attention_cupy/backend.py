@@ -137,6 +137,10 @@ class CupyAttention:
         threads = tokens * g.heads * (g.k_dim + g.v_dim) * g.element // 16
         bound.write((-(-threads // WRITE_THREADS), 1), args, self.device)
 
+    def prologue_spreads(self, layer: AttentionLayer) -> bool:
+        """Of any head that `prologue` takes."""
+        return layer.k_dim == layer.v_dim
+
     def prologue(
         self,
         layer: int,
@@ -146,11 +150,13 @@ class CupyAttention:
         eps: float,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        *,
+        spread: bool = False,
     ) -> torch.Tensor:
-        """`octavo.interfaces.FusedPrologue`: q is turned in place, K and V go to the cache."""
+        """`octavo.interfaces.SpreadingPrologue`: q is turned in place, K and V go to the cache."""
         bound = self._layers[layer]
-        args, kernel, (tokens, heads, dim), rotary = bound.prologue_args, bound.prologue, qkv.shape, cos.shape[-1]
-        if kernel is None or dim != bound.layer.k_dim:
+        args, (tokens, heads, dim), rotary = bound.prologue_args, qkv.shape, cos.shape[-1]
+        if bound.prologues is None or dim != bound.layer.k_dim:
             raise ValueError(
                 f"layer {layer}: qkv {list(qkv.shape)} is not as wide as K {bound.layer.k_dim} and V {bound.layer.v_dim}"
             )
@@ -169,7 +175,8 @@ class CupyAttention:
         args.tokens, args.rotary, args.eps = tokens, rotary, eps
         args.wide = rotary % 16 == 0 and (args.cosine | args.sine) % 16 == 0
         lanes = next(n for n in (2, 4, 8, 16, 32) if n * 8 >= dim)
-        kernel((-(-tokens * heads * lanes // PROLOGUE_THREADS), 1), args, self.device, early=self.capability >= (9, 0))
+        kernel, grid = bound.prologues[spread], -(-tokens * heads * lanes // PROLOGUE_THREADS)
+        kernel((grid, 1), args, self.device, early=self.capability >= (9, 0))
         return q
 
     def run(self, layer: int, step: Step, q: torch.Tensor, out: torch.Tensor, *, lse: torch.Tensor | None = None) -> torch.Tensor:

@@ -89,7 +89,7 @@ class Bound:
     widened: Widened | None
     write: Kernel
     write_args: WriteArgs
-    prologue: Kernel | None  # where K is as wide as V
+    prologues: tuple[Kernel, Kernel] | None  # where K is as wide as V; the second spreads heads
     prologue_args: PrologueArgs
 
 
@@ -173,9 +173,15 @@ class Binder:
         return Bound(
             layer, group, geometry, cache, sinks, decodes, *self._prefills(layer, geometry, softened, what, common),
             self.kernel("write", macros, what, WRITE_THREADS), WriteArgs(**stored),
-            self.kernel("prologue", macros, what, PROLOGUE_THREADS) if layer.k_dim == layer.v_dim else None,
+            self._prologues(macros, what) if layer.k_dim == layer.v_dim else None,
             PrologueArgs(**stored, heads=layer.num_heads),
         )  # fmt: skip
+
+    def _prologues(self, macros: dict[str, int], what: str) -> tuple[Kernel, Kernel]:
+        return (
+            self.kernel("prologue", macros | {"SPREAD": 0}, what, PROLOGUE_THREADS),
+            self.kernel("prologue", macros | {"SPREAD": 1}, f"{what}, heads spread", PROLOGUE_THREADS),
+        )
 
     def _prefills(
         self, layer: AttentionLayer, geometry: PageGeometry, macros: dict[str, int], what: str, common: dict[str, Any]

@@ -27,6 +27,7 @@ HEADERS = (
     "prefill_hopper_copy.cuh",
     "prefill_hopper_softmax.cuh",
     "ptx.cuh",
+    "spread.cuh",
     "wgmma.cuh",
     "work.cuh",
 )

@@ -5,7 +5,8 @@
 // are stored. Arithmetic is float32; a key is rounded to the model's dtype before it is quantised, as if it had been written out.
 // Stores nothing for a negative slot. Never reads the cache.
 //
-// Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM (the same).
+// Compiled for: BF16, KV_BYTES, E5M2, K_DIM, V_DIM (the same), SPREAD: q and k heads, rounded to the model's dtype, are also multiplied by
+// the matrix of `octavo.model.spread`.
 #include "layout.cuh"
 #include "ptx.cuh"
 
@@ -30,6 +31,10 @@ static_assert(K_DIM == V_DIM, "q, k and v heads lie side by side");
 constexpr int OCTETS = K_DIM / 8;
 constexpr int LANES = OCTETS > 16 ? 32 : OCTETS > 8 ? 16 : OCTETS > 4 ? 8 : OCTETS > 2 ? 4 : 2;
 constexpr int THREADS = 256;
+
+#if SPREAD
+#include "spread.cuh"
+#endif
 
 // Eight values of a row that starts at `row`: dims d to d + 7. `wide`: as one access.
 DEVICE void load_octet(float (&x)[8], const u16* row, int d, bool wide) {
@@ -112,10 +117,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) prologue(const __grid_cons
         turn(a, x, row, nullptr, 1.0f, token, d);
     }
     __syncwarp();  // every lane has read what its neighbours are about to overwrite
-    if (!held) return;
     u32 r[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) r[i] = pack<BF16>(x[2 * i], x[2 * i + 1]);
+#if SPREAD
+    __shared__ float exchange[THREADS / LANES][K_DIM + POWER];
+    if (__any_sync(~0u, turns)) {
+        u32 turned[4] = {r[0], r[1], r[2], r[3]};
+        spread(turned, threadIdx.x % 32, exchange[threadIdx.x / LANES]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) r[i] = turns ? turned[i] : r[i];
+    }
+#endif
+    if (!held) return;
     if (head < a.heads) {
         *(uint4*)(row + d) = {r[0], r[1], r[2], r[3]};
         return;
