@@ -84,6 +84,8 @@ def test_a_server_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert main(["chat", "m", "--url", "http://127.0.0.1:9"]) == 1
     assert "octavo: error: --url http://127.0.0.1:9: nobody answers there" in capsys.readouterr().err
+    assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1, "nobody to ask for the model's name either"
+    assert "octavo: error: http://127.0.0.1:9: nobody answers there" in capsys.readouterr().err
 
 
 def test_an_address_without_its_scheme_is_told_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def config_file(tmp_path: Path, text: str) -> str:
 
 
 def another_value(option: Option) -> tuple[str, Any]:
-    """A legal text for the option that is not its default, and the value that it stands for."""
+    """A legal text for the option that is not its default, where there is one, and the value that it stands for."""
     if bool in option.kinds:
         return ("false", False) if option.default else ("true", True)
     if dict in option.kinds:
@@ -66,6 +66,8 @@ def another_value(option: Option) -> tuple[str, Any]:
     if option.choices and len(option.kinds) == 1:
         word = next(c for c in option.choices if c != option.default)
         return word, word
+    if option.name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        return "1", 1  # nothing else is legal
     if int in option.kinds:
         return "4321", 4321
     if option.name == "rope_scaling_factor":
@@ -262,6 +264,12 @@ class TestErrorsNamePlaceValueAndWhatIsAllowed:
         with pytest.raises(ConfigError, match=f"LLM.{name}{re.escape(refused)}"):
             LLM("demo", **{name: 2})
         assert name not in {option.name for option in ALL}
+
+    @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"])
+    def test_a_model_on_one_device_may_be_asked_for_and_on_two_is_refused(self, flag: str) -> None:
+        assert engine(flag, "1") == EngineConfig(tensor_parallel_size=1, pipeline_parallel_size=1)
+        with pytest.raises(ConfigError, match=r"parallel-size: '2' is not allowed; it must be 1: a model runs on one device"):
+            engine(flag, "2")
 
     @pytest.mark.parametrize(
         "name", ["OCTAVO_SERVICE_HOST", "OCTAVO_SERVICE_PORT_HTTP", "OCTAVO_PORT_8000_TCP", "OCTAVO_PORT_8000_TCP_ADDR"]

@@ -68,3 +68,14 @@ def test_an_error_names_the_variable_or_the_flag() -> None:
 def test_a_name_belongs_to_one_model() -> None:
     with pytest.raises(ConfigError, match="two models are called 'small'"):
         plan("--models", "small=/m/a", "--models", "small=/m/b")
+
+
+def test_a_bound_of_priorities_needs_a_model_that_heeds_them() -> None:
+    priority = ("--scheduling-policy", "priority")
+    with pytest.raises(
+        ConfigError, match="--min-priority -5: the server runs first come, first served; add --scheduling-policy priority"
+    ):
+        plan("/m/first", "--min-priority", "-5")
+    assert plan("/m/first", "--min-priority", "-5", *priority)
+    assert plan("/m/first", "--min-priority", "-5", "--models", "small=/m/small,scheduling-policy=priority")
+    assert plan("/m/first", "--min-priority", "0"), "what holds anyhow contradicts nothing"

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from octavo.wording import ONE_DEVICE
+
 Auto = Literal["auto"]
 
 
@@ -63,6 +65,8 @@ class EngineConfig(_Config):
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "Where to run.", group="device")
     num_threads: int | None = _field(None, "CPU threads; default is what the machine can spare.", group="device", ge=1)
     enforce_eager: bool = _field(False, "No captured graphs.", group="device")
+    tensor_parallel_size: int = _field(1, "Devices that share each layer: 1 is all there is.", short="-tp", group="device")
+    pipeline_parallel_size: int = _field(1, "Devices that share the layers out: 1 is all there is.", short="-pp", group="device")
 
     block_size: int | Auto = _field("auto", "Tokens per KV block; `auto` asks the model and the backend.", group="cache")
     kv_cache_dtype: str = _field(
@@ -120,6 +124,13 @@ class EngineConfig(_Config):
     plugins: dict[str, Any] = _field(
         {}, "Plugin options as JSON: {\"enable\": [distribution, ...], \"<kind>\": {\"<name>\": {option: value}}}.", group="plugins"
     )  # fmt: skip
+
+    @field_validator("tensor_parallel_size", "pipeline_parallel_size")
+    @classmethod
+    def _one_device(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(f"must be 1: {ONE_DEVICE}")
+        return value
 
     @field_validator("block_size")
     @classmethod

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
-_ONE_DEVICE = "a model runs on one device (more devices: a server for each, behind a balancer)"
+ONE_DEVICE = "a model runs on one device (more devices: a server for each, behind a balancer)"
 NOT_SERVED: Mapping[str, str] = {
-    "tensor_parallel_size": _ONE_DEVICE,
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "data_parallel_size": _ONE_DEVICE,
-    "distributed_executor_backend": _ONE_DEVICE,
+    "data_parallel_size": ONE_DEVICE,
+    "distributed_executor_backend": ONE_DEVICE,
     "tool_call_parser": "there is no tool calling yet",
     "enable_auto_tool_choice": "there is no tool calling yet",
     "reasoning_parser": "a model's reasoning is part of its text",

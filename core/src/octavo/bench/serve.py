@@ -261,7 +261,9 @@ def served_model(base_url: str, api_key: str | None) -> str:
         response = httpx.get(f"{base_url.rstrip('/')}/v1/models", headers=headers, timeout=30)
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise OctavoError(
-            f"{base_url}/v1/models does not name a model ({error}); give --model, or check --base-url and --api-key"
-        ) from error
+    except httpx.TransportError as error:
+        raise OctavoError(f"{base_url}: nobody answers there ({error}); is the server running?") from error
+    except httpx.HTTPStatusError as error:
+        raise OctavoError(f"{base_url}/v1/models answers {error.response.status_code}; --api-key is the server's key") from error
+    except (ValueError, LookupError) as error:
+        raise OctavoError(f"{base_url}/v1/models does not name a model: is this an OpenAI-compatible server?") from error

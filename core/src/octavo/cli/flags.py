@@ -182,7 +182,7 @@ def _all() -> list[Option]:
     return [option for model in MODELS for option in options_of(model)]
 
 
-SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+SHORT = {"-dp": "--data-parallel-size"}
 """vLLM's short flags that are not served."""
 
 

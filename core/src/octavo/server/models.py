@@ -31,7 +31,7 @@ def planned(engine: EngineConfig, server: ServerConfig, where: str = _FLAG) -> l
     """The models of a start, the default first. MODEL is left out where only `models` names any. where: what errors call the
     place that `models` came from.
 
-    Raises ConfigError for an entry that is not understood and for a name that stands twice.
+    Raises ConfigError for an entry that is not understood, for a name that stands twice, and for priorities that no model heeds.
     """
     found: list[Planned] = []
     if "model" in engine.model_fields_set or not server.models:
@@ -42,6 +42,10 @@ def planned(engine: EngineConfig, server: ServerConfig, where: str = _FLAG) -> l
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"two models are called {twice!r}: a name belongs to one (--served-model-name names the first model)")
+    if server.min_priority and all(model.config.scheduling_policy != "priority" for model in found):
+        raise ConfigError(
+            f"--min-priority {server.min_priority}: the server runs first come, first served; add --scheduling-policy priority, or leave it out"
+        )
     return found
 
 
