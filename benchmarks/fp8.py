@@ -103,6 +103,8 @@ def main() -> None:
         "--rows", type=lambda text: tuple(map(int, text.split(","))), default=(1, 2, 8, 16, 32, 64, 128, 256, 2048)
     )
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures on a CUDA device, and torch finds none")
     out = args.out
     lines: list[str] = []
 

@@ -107,6 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.3)
     seconds = parser.parse_args().seconds
+    if not torch.cuda.is_available():
+        parser.error("this measures on a CUDA device, and torch finds none")
     launch = Launcher(pdl=True)
     torch.manual_seed(0)
     with torch.inference_mode():

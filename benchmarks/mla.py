@@ -59,6 +59,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=128)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures on a CUDA device, and torch finds none")
     record = []
     for (rows, length), peer in SHAPES.items():
         us = measure(rows, length, args.heads, args.kernel)

@@ -99,6 +99,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2048)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures on a CUDA device, and torch finds none")
     record = []
     for rows, length in SHAPES:
         step = Decode(rows, length, args.heads)

@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--weights", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--loop-rows", type=int, default=64, help="largest number of rows to run the loop at")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures on a CUDA device, and torch finds none")
     torch.manual_seed(0)
     speed = copy_speed()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {speed / 1e6:.2f} TB/s")

@@ -163,6 +163,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
+    if not torch.cuda.is_available():
+        parser.error("this measures on a CUDA device, and torch finds none")
     lines: list[str] = []
 
     def show(line: str) -> None:

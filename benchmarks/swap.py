@@ -139,6 +139,8 @@ def main() -> None:
     whole.add_argument("--swap-space", type=float, default=8.0)
     whole.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
+    if args.part == "copies" and not torch.cuda.is_available():
+        parser.error("this measures on a CUDA device, and torch finds none")
     print(json.dumps(copies(args) if args.part == "copies" else engine(args)))
 
 

@@ -355,6 +355,8 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="ROWS", help="numbers of rows of the table")
     parser.add_argument("--seconds", type=float, default=100, help="stop after this long")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures on a CUDA device, and torch finds none")
     if args.sweep:
         sweep(args.seconds, args.sweep)
     else:

@@ -135,6 +135,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures on a CUDA device, and torch finds none")
     with tempfile.TemporaryDirectory() as at:
         folder = Path(at)
         (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": args.layers}))
