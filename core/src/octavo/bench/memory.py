@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from octavo.cache.allocator import BlockAllocator
+from octavo.cache.tier import Parcel
 from octavo.errors import ConfigError
 from octavo.interfaces import AllocatorParts, KVGroup, KVSpec, Limits, SchedulerParts
 from octavo.request import Batch, Request, Result, SamplingParams
@@ -36,7 +37,7 @@ TENANTS = {"one": 1.0, "another": 1.0, "double": 2.0}
 """Weights."""
 
 BACKLOG = 96
-"""Requests of every tenant that are kept waiting, so that the pool is always asked for more than it has."""
+"""Requests of every tenant that wait for their first step, so that the pool is always asked for more than it has."""
 
 LONGEST = 65_536 + 1024
 RAMP = 20
@@ -101,6 +102,28 @@ def run(
     }
 
 
+class _Counting(BlockAllocator):
+    """Core's allocator, which also says how many tokens each row holds."""
+
+    def __init__(self, options: Any, parts: AllocatorParts) -> None:
+        super().__init__(options, parts)
+        self.held = np.zeros(parts.max_rows, np.int64)
+
+    def commit(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        super().commit(rows, computed)
+        self.held[rows] = computed
+
+    def release(self, rows: np.ndarray) -> None:
+        super().release(rows)
+        self.held[rows] = 0
+
+    def swap_out(self, row: int) -> Parcel | None:
+        parcel = super().swap_out(row)
+        if parcel is not None:
+            self.held[row] = 0
+        return parcel
+
+
 class _World:
     """A scheduler over an allocator, requests that arrive, and steps that compute nothing."""
 
@@ -113,7 +136,7 @@ class _World:
         self._mix = mix
         group = KVGroup(0, KVSpec("full", 1, 1, 1, "float16"), (0,), block_size, block_size * 4)
         limits = Limits(max_num_seqs, budget, LONGEST)
-        self._allocator = BlockAllocator(
+        self._allocator = _Counting(
             None, AllocatorParts((group,), self.blocks, max_num_seqs, LONGEST, True, budget, self.host_slots)
         )
         self._clock = 0.0
@@ -137,6 +160,8 @@ class _World:
         self._samples: list[tuple[float, float, float]] = []  # of saturated steps: usage, fragmentation, tokens a sequence
         self._served = dict.fromkeys(TENANTS, 0)
         self._open: dict[str, tuple[str, int]] = {}  # of live requests: tenant and tokens
+        self._queued: dict[int, str] = {}  # requests that have never run, by serial: their tenants
+        self._backlog = dict.fromkeys(TENANTS, 0)  # how many of those each tenant has
         self._waits: list[float] = []
         self._steps = self._requests = 0
 
@@ -145,10 +170,10 @@ class _World:
         arrivals = {name: self._arrivals(name) for name in TENANTS}
         self._requests = requests
         while requests or self._scheduler.unfinished:
-            for name, weight in TENANTS.items():
-                tenant = self._scheduler._order.shares.of(name, weight)
-                while requests and self._scheduler._queue.waiting(tenant) < BACKLOG:
+            for name in TENANTS:
+                while requests and self._backlog[name] < BACKLOG:
                     self._scheduler.add(next(arrivals[name]))
+                    self._backlog[name] += 1
                     requests -= 1
             self._step(saturated=requests > 0)
         self._allocator.check()
@@ -161,6 +186,7 @@ class _World:
                 serial = next(self._serial)
                 own = [serial % VOCAB, serial // VOCAB % VOCAB, serial // VOCAB**2]  # nobody shares a prefix by chance
                 self._open[str(serial)] = (tenant, prompt + output)
+                self._queued[serial] = tenant
                 yield Request(
                     id=str(serial),
                     prompt=own + self._text[: prompt - 3],
@@ -175,6 +201,10 @@ class _World:
         assert batch is not None, "requests wait and nothing can run"
         self._clock += 0.01 + batch.num_tokens * 20e-6  # a step of a mid-sized model on one GPU, roughly
         self._steps += 1
+        for admission in batch.admissions:
+            serial = sum(token * VOCAB**place for place, token in enumerate(admission.tokens[:3].tolist()))
+            if (tenant := self._queued.pop(serial, None)) is not None:
+                self._backlog[tenant] -= 1
         if saturated and self._steps > RAMP:
             self._sample()
         for event in self._scheduler.commit(batch, _answer(batch)):
@@ -186,8 +216,7 @@ class _World:
 
     def _sample(self) -> None:
         """After a step is submitted a row holds exactly the blocks of what it has computed."""
-        usage = self._allocator.usage()
-        computed = self._allocator._computed
+        usage, computed = self._allocator.usage(), self._allocator.held
         held, rows = int(computed.sum()), int(np.count_nonzero(computed))
         self._samples.append((usage.used / usage.total, 1 - held / (usage.used * self._block_size), held / rows))
 
