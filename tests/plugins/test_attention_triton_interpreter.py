@@ -109,7 +109,8 @@ def run(facts, lengths, work, merge, mask_all):
         assert torch.equal(keys, row.k[0]) and torch.equal(values, row.v[0]), "gather gives back other values than were written"
     if shape.v_dim in (None, shape.k_dim) and not shape.kv_dtype:
         for norm in (False, True):
-            check_prologue(scene, [tuple(item) for item in work], rotary=shape.k_dim // 2 if norm else shape.k_dim, norm=norm)
+            rotary = shape.k_dim // 2 if norm else shape.k_dim
+            check_prologue(scene, [tuple(item) for item in work], rotary=rotary, norm=norm, spreads=merge == "fused")
 
 def shares(facts, lengths, sets):
     # sets: (rows, tokens that they share)

@@ -21,19 +21,18 @@ from octavo_ops_triton.launch import Launcher, constants_of
 from octavo_attention_triton.bound import Bound, WorkMap
 from octavo_attention_triton.cascade import Cascade, most_parts, partial_rows, worth
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
-from octavo_attention_triton.kernels import decode, prologue, write
+from octavo_attention_triton.kernels import decode, write
 from octavo_attention_triton.kernels import shared as cascade_kernels
 from octavo_attention_triton.kernels.plan import INFO, ITEM, plan
 from octavo_attention_triton.kernels.shared import BLOCK_M, BLOCK_N
 from octavo_attention_triton.prefilling import Prefill
 from octavo_attention_triton.provider import FP8, TritonOptions
+from octavo_attention_triton.storing import Store
 from octavo_attention_triton.tuning import PACKED, Crowd, DecodeChoice, decode_block_n, decode_choice
 
 MAX_SPLITS = 512
 FEW_PARTS = 16
 """Parts of a split row that are added up at once."""
-VALUES_APART = 128
-"""Tokens of a step with chunks from which transposed values are stored by a kernel of their own; fewer are a launch too many."""
 TL_DTYPES = {
     torch.float32: triton.language.float32,
     torch.bfloat16: triton.language.bfloat16,
@@ -67,6 +66,7 @@ class TritonAttention:
         self.roomy = not on_cuda or torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin >= 160 << 10
         self.pdl = on_cuda and parts.device.capability >= (9, 0)
         self._launch = Launcher(pdl=self.pdl)
+        self._store = Store(self._launch)
         hopper = on_cuda and parts.device.capability[0] == 9
         self._prefill = Prefill(options, parts.dtype, self.device, self._launch, hopper=hopper, roomy=self.roomy, sms=self.sms)
         # Whether a kernel since `plan` has waited for it: until then no kernel may start before it ends.
@@ -235,24 +235,11 @@ class TritonAttention:
 
     def write(self, layer: int, step: Step, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k [T, kv_heads, k_dim] and v [T, kv_heads, v_dim], divided by the layer's scales if the cache is FP8."""
-        bound = self._layers[layer]
-        g, cache = bound.geometry, bound.cache
-        quantise = cache.dtype in write.FP8_MAX
-        if k.shape[0] == 0:
-            return
-        block_k, block_v = max(16, _pow2(g.k_dim)), max(16, _pow2(g.v_dim))
-        block_h = min(_pow2(g.heads), max(1, 2048 // max(block_k, block_v)))
-        apart = self._values_apart(bound, step, k.shape[0])
-        write.write_kernel[(k.shape[0], triton.cdiv(g.heads, block_h))](
-            k, v, cache, step.slot_mapping[bound.group],
-            bound.layer.k_scale, bound.layer.v_scale, write.FP8_MAX.get(cache.dtype, 0.0),
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0),
-            HEADS=g.heads, K_DIM=g.k_dim, V_DIM=g.v_dim, PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base,
-            V_TRANSPOSED=g.v_transposed, QUANTISE=quantise, VALUES=not apart, BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_V=block_v,
-            num_warps=4,
-        )  # fmt: skip
-        if apart:
-            self._write_values(bound, step, v)
+        self._store.write(self._layers[layer], step, k, v)
+
+    def prologue_spreads(self, layer: AttentionLayer) -> bool:
+        """`octavo.interfaces.SpreadingPrologue`: whatever the width."""
+        return True
 
     def prologue(
         self,
@@ -263,51 +250,12 @@ class TritonAttention:
         eps: float,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        *,
+        spread: bool = False,
     ) -> torch.Tensor:
-        """`octavo.interfaces.FusedPrologue`: q is turned in place, K and V go to the cache."""
-        bound = self._layers[layer]
-        g, cache, facts = bound.geometry, bound.cache, bound.layer
-        tokens, heads, dim = qkv.shape
-        rotary = cos.shape[-1]
-        if g.k_dim != dim or g.v_dim != dim or not (qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
-            raise ValueError(f"layer {layer}: qkv {list(qkv.shape)} is not dense, or not as wide as K {g.k_dim} and V {g.v_dim}")
-        q = qkv[:, : facts.num_heads]
-        if tokens == 0:
-            return q
-        half, rest = _pow2(rotary // 2), dim - rotary
-        block_h = max(1, min(8, 1024 // half))
-        apart = self._values_apart(bound, step, tokens)
-        if apart:
-            heads -= facts.num_kv_heads
-        key = ("prologue", rotary, weight is not None, apart)
-        if key not in bound.constants:
-            bound.constants[key] = constants_of(
-                prologue.prologue_kernel, HEADS=facts.num_heads, KV_HEADS=facts.num_kv_heads, DIM=dim, ROTARY=rotary,
-                NORM=weight is not None, PAGE=g.page, K_ROW=g.k_row, V_ROW=g.v_row, V_BASE=g.v_base, V_TRANSPOSED=g.v_transposed,
-                QUANTISE=cache.dtype in write.FP8_MAX, VALUES=not apart, BLOCK_H=block_h, BLOCK_HALF=half,
-                BLOCK_REST=_pow2(rest) if rest else 0,
-            )  # fmt: skip
-        self._launch(
-            prologue.prologue_kernel, (tokens, triton.cdiv(heads, block_h)),
-            (qkv, qkv if weight is None else weight, cos, sin, step.slot_mapping[bound.group], cache),
-            (eps, facts.k_scale, facts.v_scale, write.FP8_MAX.get(cache.dtype, 0.0)),
-            (qkv.stride(0), cache.stride(0), *bound.constants[key]), warps=4,
-        )  # fmt: skip
-        if apart:
-            self._write_values(bound, step, qkv[:, -facts.num_kv_heads :])
-        return q
-
-    def _values_apart(self, bound: Bound, step: Step, tokens: int) -> bool:
-        """Whether V of a step of so many tokens is stored by a kernel of its own."""
-        return bound.geometry.v_transposed and tokens >= VALUES_APART and step.host.max_query_len > 1
-
-    def _write_values(self, bound: Bound, step: Step, v: torch.Tensor) -> None:
-        g, cache = bound.geometry, bound.cache
-        write.values_kernel[(triton.cdiv(v.shape[0], 64), g.heads)](
-            v, cache, step.slot_mapping[bound.group], bound.layer.v_scale, write.FP8_MAX.get(cache.dtype, 0.0), v.shape[0],
-            v.stride(0), v.stride(1), cache.stride(0), V_DIM=g.v_dim, PAGE=g.page, V_BASE=g.v_base, QUANTISE=cache.dtype in write.FP8_MAX,
-            BLOCK_T=64, BLOCK_V=_pow2(g.v_dim), PDL=self.pdl, num_warps=4, **({"launch_pdl": True} if self.pdl else {}),
-        )  # fmt: skip
+        """`octavo.interfaces.SpreadingPrologue`: q is turned in place, K and V go to the cache."""
+        prologue = self._store.prologue_spread if spread else self._store.prologue
+        return prologue(self._layers[layer], step, qkv, weight, eps, cos, sin)
 
     def run(self, layer: int, step: Step, q: torch.Tensor, out: torch.Tensor, *, lse: torch.Tensor | None = None) -> torch.Tensor:
         """Causal attention of q [T, heads, k_dim]; fills out [T, heads, v_dim] and lse (natural log, float32 [T, heads])."""

@@ -1,13 +1,14 @@
 """Heads spread over their channels (`octavo.model.spread`), alone or behind QK-norm and RoPE, in one kernel.
 
-A program takes BLOCK_R heads, of one token or several, and multiplies them by the matrix on the matrix units. That is
-exact: the matrix is held as whole numbers, the heads are rounded to the model's dtype first, as RoPE leaves them, and sums
-are float32 (a float32 head is three parts in TF32). The two halves that RoPE mixes, and what it leaves alone, are left operands of their own, so no value
-moves between them. Never in place: what a fast warp stores, a slow one may still have to read.
+A head is a row of CHUNKS chunks. The matrix is a small one, as wide as a chunk, and Hadamard's over the chunks, so a program multiplies
+each chunk by the small one on the matrix units, and adds and subtracts whole chunks, which lie in the threads in the same way: nothing but those
+products moves a value from thread to thread. They are exact: the small matrix holds whole numbers, heads are rounded to the model's dtype first,
+as RoPE leaves them, and sums are float32 (a float32 head is three parts in TF32).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -18,84 +19,164 @@ from torch import Tensor
 
 from octavo_ops_triton.launch import Launcher, begin
 
-TILES = ((1024, 16, 32), (4096, 16, 64), (1 << 62, 64, 128))
-"""(heads of a step up to which, heads of a program, columns of a program): a few are shared out thinly, so that little is done in a row;
-many are not turned once for every part of the columns."""
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program takes, and with how many warps: `rows` heads of `chunks` chunks, each filled up to `block` channels."""
+
+    chunks: int
+    block: int
+    warps: int
+    rows: int = 16
+
+
+@triton.jit
+def small_matrices(matrix_ptr, BLOCK: tl.constexpr):
+    """What chunks are multiplied by, those at even places and those at odd ones: `small_matrix`. No step writes it."""
+    i = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return tl.load(matrix_ptr + i), tl.load(matrix_ptr + BLOCK * BLOCK + i)
+
+
+@triton.jit
+def turned_chunks(
+    head_ptr, weight_ptr, cos_ptr, sin_ptr, here, eps,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """CHUNKS tiles [R, BLOCK] in the model's dtype, zero past a chunk and where not `here` [R, 1]: heads, normalised (NORM) and turned (ROPE).
+    The pointers [R, 1] are to a head, its weights and its angles. What RoPE pairs lies in two tiles at one place, or else is read twice."""
+    WIDTH: tl.constexpr = DIM // CHUNKS
+    HALF: tl.constexpr = ROTARY // 2
+    j = tl.arange(0, BLOCK)[None, :]
+    mask = here & (j < WIDTH)
+    xs = ()
+    for i in tl.static_range(CHUNKS):
+        xs += (tl.load(head_ptr + (i * WIDTH + j), mask=mask, other=0.0),)
+    if not ROPE:
+        return xs
+    dtype: tl.constexpr = head_ptr.dtype.element_ty
+    if NORM:
+        squares = tl.zeros_like(xs[0].to(tl.float32))
+        for i in tl.static_range(CHUNKS):
+            squares += xs[i].to(tl.float32) * xs[i].to(tl.float32)
+        scale = (1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / DIM + eps))[:, None]
+    else:
+        # One. Behind a sum the compiler turns heads first, and then hands them to the matrix units, not heads, cos and sin each.
+        scale = tl.sum(here.to(tl.float32), axis=1)[:, None]
+    ys = ()
+    for i in tl.static_range(CHUNKS):
+        x = xs[i].to(tl.float32)
+        x = x * scale
+        if NORM:
+            x = x * tl.load(weight_ptr + (i * WIDTH + j), mask=mask, other=0.0).to(tl.float32)
+        ys += (x,)
+    zs = ()
+    for i in tl.static_range(CHUNKS):
+        if i * WIDTH < ROTARY:
+            d = i * WIDTH + j
+            turns = mask & (d < ROTARY)
+            if HALF % WIDTH == 0:
+                other = ys[i + HALF // WIDTH if i < HALF // WIDTH else i - HALF // WIDTH]
+            else:
+                partner = tl.where(d < HALF, d + HALF, d - HALF)
+                other = tl.load(head_ptr + partner, mask=turns, other=0.0).to(tl.float32)
+                if NORM:
+                    other = other * scale * tl.load(weight_ptr + partner, mask=turns, other=0.0).to(tl.float32)
+            cos = tl.load(cos_ptr + d, mask=turns, other=1.0).to(tl.float32)
+            sin = tl.load(sin_ptr + d, mask=turns, other=0.0).to(tl.float32)
+            zs += ((ys[i] * cos + other * sin).to(dtype),)
+        else:
+            zs += (ys[i].to(dtype),)
+    return zs
+
+
+@triton.jit
+def spread_chunks(xs, even, odd, factor, CHUNKS: tl.constexpr):
+    """Tiles of `turned_chunks` times the whole matrix, in their dtype."""
+    ys = ()
+    for i in tl.static_range(CHUNKS):
+        y = tl.dot(xs[i], odd if i % 2 == 1 else even, input_precision="tf32x3")
+        if ((i & (i >> 1)) + ((i >> 1) & (i >> 2)) + ((i >> 2) & (i >> 3))) % 2 == 1:  # Rudin's and Shapiro's sign
+            y = -y
+        ys += (y,)
+    for s in tl.static_range(4):
+        if (1 << s) < CHUNKS:
+            zs = ()
+            for i in tl.static_range(CHUNKS):
+                zs += (ys[i - (1 << s)] - ys[i] if (i >> s) % 2 == 1 else ys[i] + ys[i + (1 << s)],)
+            ys = zs
+    zs = ()
+    for i in tl.static_range(CHUNKS):
+        zs += ((ys[i] * factor).to(xs[0].dtype),)
+    return zs
 
 
 @triton.jit(do_not_specialize=["rows"])
 def spread_kernel(
     x_ptr, out_ptr, matrix_ptr, weight_ptr, cos_ptr, sin_ptr, eps, factor, rows,
     TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    ROPE: tl.constexpr, NORM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, DIM] dense, BLOCK_N of its columns. Of each head the halves of its first ROTARY channels are turned (ROPE), the rest, BLOCK_REST
-    wide (0: there is none), not."""
-    HALF: tl.constexpr = ROTARY // 2
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    """out [rows, DIM] dense; a program takes BLOCK_R heads, of one token or several."""
+    even, odd = small_matrices(matrix_ptr, BLOCK)
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     here = row < rows
     token = (row // HEADS).to(tl.int64)
     head = row % HEADS
-    j = tl.arange(0, BLOCK_HALF)
-    inside = j < HALF
-    mask = here[:, None] & inside[None, :]
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = (n < DIM)[None, :]
-    m = matrix_ptr + j[:, None] * DIM + n[None, :]
-    m_a = tl.load(m, mask=inside[:, None] & column, other=0.0)
-    m_b = tl.load(m + HALF * DIM, mask=inside[:, None] & column, other=0.0)
-    if BLOCK_REST:
-        r = tl.arange(0, BLOCK_REST)
-        m_c = tl.load(matrix_ptr + (ROTARY + r)[:, None] * DIM + n[None, :], mask=(r < DIM - ROTARY)[:, None] & column, other=0.0)
-    begin(PDL)  # no step writes the matrix
-    start = x_ptr + token * TOKEN_STRIDE + head * HEAD_STRIDE
-    a = tl.load(start[:, None] + j[None, :], mask=mask, other=0.0)
-    b = tl.load(start[:, None] + HALF + j[None, :], mask=mask, other=0.0)
-    if BLOCK_REST:
-        rest = here[:, None] & (r < DIM - ROTARY)[None, :]
-        c = tl.load(start[:, None] + ROTARY + r[None, :], mask=rest, other=0.0)
-    if ROPE:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-        if NORM:
-            squares = tl.sum(a * a + b * b, axis=1)
-            if BLOCK_REST:
-                c = c.to(tl.float32)
-                squares += tl.sum(c * c, axis=1)
-            scale = (1.0 / tl.sqrt_rn(squares / DIM + eps))[:, None]
-            w = weight_ptr + (head * DIM)[:, None]
-            a = a * scale * tl.load(w + j[None, :], mask=mask, other=0.0).to(tl.float32)
-            b = b * scale * tl.load(w + HALF + j[None, :], mask=mask, other=0.0).to(tl.float32)
-            if BLOCK_REST:
-                c = (c * scale * tl.load(w + ROTARY + r[None, :], mask=rest, other=0.0).to(tl.float32)).to(dtype)
-        angle = (token * ROTARY)[:, None] + j[None, :]
-        cos_a = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-        cos_b = tl.load(cos_ptr + angle + HALF, mask=mask, other=0.0).to(tl.float32)
-        sin_a = tl.load(sin_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-        sin_b = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0).to(tl.float32)
-        turned = (a * cos_a + b * sin_a).to(dtype)
-        b = (b * cos_b + a * sin_b).to(dtype)
-        a = turned
-    total = tl.dot(a, m_a, input_precision="tf32x3")
-    total = tl.dot(b, m_b, total, input_precision="tf32x3")
-    if BLOCK_REST:
-        total = tl.dot(c, m_c, total, input_precision="tf32x3")
-    out = out_ptr + row.to(tl.int64)[:, None] * DIM + n[None, :]
-    tl.store(out, (total * factor).to(dtype), mask=here[:, None] & column)
+    begin(PDL)
+    xs = turned_chunks(
+        x_ptr + token * TOKEN_STRIDE + head * HEAD_STRIDE, weight_ptr + head * DIM, cos_ptr + token * ROTARY, sin_ptr + token * ROTARY,
+        here, eps, DIM, ROTARY, NORM, ROPE, CHUNKS, BLOCK,
+    )  # fmt: skip
+    xs = spread_chunks(xs, even, odd, factor, CHUNKS)
+    j = tl.arange(0, BLOCK)[None, :]
+    out = out_ptr + row.to(tl.int64) * DIM + j
+    for i in tl.static_range(CHUNKS):
+        tl.store(out + i * (DIM // CHUNKS), xs[i], mask=here & (j < DIM // CHUNKS))
+
+
+FEW = 1 << 15
+"""Heads of a step up to which all that counts is how long one program takes."""
+
+
+def tile_of(dim: int, dtype: torch.dtype, heads: int) -> Tile:
+    """The tile for so many heads of all tokens of a step together. More warps to a head take less time, and more instructions in all."""
+    if dtype == torch.float32 or heads <= FEW:
+        return _tile(dim, 32, 4)
+    return _tile(dim, 16, 1) if dim <= 128 else _tile(dim, 32, 2)
+
+
+def _tile(dim: int, widest: int, warps: int) -> Tile:
+    chunks = 1
+    while dim // chunks > widest and dim % (2 * chunks) == 0 and chunks < 16:
+        chunks *= 2
+    return Tile(chunks, max(16, triton.next_power_of_2(dim // chunks)), warps)
+
+
+def heads_of(turns: int, tokens: int, tile: Tile) -> int:
+    """Of `turns` heads of each token, how many a program takes: with the fewest programs."""
+
+    def programs(heads: int) -> int:
+        return triton.cdiv(turns, heads) * triton.cdiv(tokens, tile.rows // heads)
+
+    return min((tile.rows >> i for i in range(tile.rows.bit_length())), key=programs)
 
 
 @cache
-def _matrix(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    """M as whole numbers in `dtype`, and its factor. A step that is captured has been run before, so it is made outside of it."""
+def small_matrix(dim: int, tile: Tile, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
+    """([2, tile.block, tile.block] of whole numbers in `dtype`, what they are to be multiplied by): the corner of the whole matrix that even chunks
+    are multiplied by, and that of odd ones, which but for signs all have one or the other. A step that is captured has been run before,
+    so it is made outside of it."""
     whole, factor = whole_matrix(dim)
-    return whole.to(device, dtype), factor
+    width = dim // tile.chunks
+    small = torch.zeros(2, tile.block, tile.block, dtype=torch.int64)
+    for odd in range(min(2, tile.chunks)):
+        small[odd, :width, :width] = whole[odd * width :, :width][:width]
+    return small.to(device, dtype), factor
 
 
 def spread(launch: Launcher, x: Tensor) -> Tensor:
     """`octavo.model.operators.spread`: x [T, heads, D] may be a part of a wider tensor."""
-    return _spread(launch, x, None, 0.0, None, None, x.shape[2] // 2 * 2)
+    return _spread(launch, x, None, 0.0, None, None, 0)
 
 
 def qk_norm_rope_spread(launch: Launcher, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,21 +192,12 @@ def _spread(
     tokens, heads, dim = x.shape
     if x.stride(2) != 1:
         raise ValueError(f"spread: heads with strides {x.stride()} are not dense")
-    matrix, factor = _matrix(dim, x.dtype, x.device)
+    rows = tokens * heads
+    tile = tile_of(dim, x.dtype, rows)
+    matrix, factor = small_matrix(dim, tile, x.dtype, x.device)
     out = x.new_empty(tokens, heads, dim)
-    rows, rest = tokens * heads, dim - rotary
-    _, block_r, block_n = next(tile for tile in TILES if rows <= tile[0])
-    if x.dtype == torch.float32:
-        block_r, block_n = 16, 32  # more does not fit the registers
-    # Of a wide head's matrix 128 columns would take more shared memory than capability 8.6 and 8.9 have.
-    block_n = min(block_n, 64 if dim > 128 else max(16, triton.next_power_of_2(dim)))
-    constants = (
-        *(x.stride(0), x.stride(1), heads, dim, rotary, cos is not None, weight is not None, block_r),
-        *(max(16, triton.next_power_of_2(rotary // 2)), max(16, triton.next_power_of_2(rest)) if rest else 0),
-        block_n,
-    )
+    kind = (heads, dim, rotary, cos is not None, weight is not None)
+    constants = (x.stride(0), x.stride(1), *kind, tile.chunks, tile.block, tile.rows)
     tensors = (x, out, matrix, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin)
-    launch(
-        spread_kernel, (triton.cdiv(rows, block_r), triton.cdiv(dim, block_n)), tensors, (eps, factor, rows), constants, warps=4
-    )
+    launch(spread_kernel, (triton.cdiv(rows, tile.rows), 1), tensors, (eps, factor, rows), constants, warps=tile.warps)
     return out
