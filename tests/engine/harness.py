@@ -18,15 +18,17 @@ from octavo.request import Batch, Event, Request, SamplingParams, check_request
 
 
 def make_engine(path: Path, *, late: int | dict[str, Any] | None = None, **options: Any) -> Engine:
-    """An engine whose results come `late` steps late (None: core's own executor)."""
+    """An engine whose results come `late` steps late (None: core's own executor). Grammars are choices of texts."""
     plugins = {**options.pop("plugins", {})}
     if late is not None:
         plugins["executor"] = {"late": {"depth": late} if isinstance(late, int) else late}
         options["executor"] = "late"
     config = EngineConfig(
-        model=str(path), plugins=plugins, **{"dtype": "float32", "num_threads": 1, "max_model_len": 256, **options}
+        model=str(path),
+        plugins=plugins,
+        **{"dtype": "float32", "num_threads": 1, "max_model_len": 256, "grammar_backend": "choices", **options},
     )
-    return build_engine(config, discover(plugins, extra_modules=["octavo.testing.late"]))
+    return build_engine(config, discover(plugins, extra_modules=["octavo.testing.late", "octavo.testing.choices"]))
 
 
 def request(engine: Engine, id: str, prompt: Iterable[int], eos: tuple[int, ...] | None = None, **fields: Any) -> Request:

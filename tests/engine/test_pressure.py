@@ -1,6 +1,6 @@
 """Under any pressure a request gets the tokens that it gets alone (CPU, fp32).
 
-Interleaving, chunk size, block size, preemption, swap space, prefix cache, late results, aborts and forks
+Interleaving, chunk size, block size, preemption, swap space, prefix cache, late results, aborts, forks and grammars
 are drawn by hypothesis; the oracle is the same engine class with room for everything, running one
 request at a time. Results come 0, 1 and 3 steps late, as from an asynchronous device.
 """
@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from octavo.engine.engine import Engine
+from octavo.grammar import Grammar
 from octavo.request import Request
 
 from tests.engine.harness import Outcomes, alone, make_engine, request, run, unread_tokens_poisoned
@@ -24,6 +25,8 @@ from tests.engine.harness import Outcomes, alone, make_engine, request, run, unr
 LATE = (0, 1, 3)
 PADDED = {"depth": 1, "padded": True}  # decode steps in the padded buffers of captured graphs
 PREFIXES = [list(range(40, 40 + 37)), [7] * 24 + list(range(100, 120)), list(range(300, 330))]
+
+CHOICES = (["yes", "no"], ["the model", "the world and all", "the world", "Paris!"], ["é" * 12, "0123456789" * 3, "日本"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,6 +53,8 @@ def _expected(path: Path, key: str) -> dict[int, tuple[list[int], str | None]]:
 
 def build(engine: Engine, id: str, spec: dict[str, Any]) -> Request:
     fields = dict(spec)
+    if "choice" in fields:
+        fields["grammar"] = Grammar.choice(fields.pop("choice"))
     return request(engine, id, fields.pop("prompt"), **fields)
 
 
@@ -67,6 +72,8 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         spec |= {"temperature": 1.0, "seed": draw(st.integers(0, 3)), "n": draw(st.integers(2, 3))}
     if draw(st.booleans()):
         spec["ignore_eos"] = True
+    if draw(st.integers(0, 2)) == 0:
+        spec |= {"choice": draw(st.sampled_from(CHOICES)), "min_tokens": min(draw(st.integers(0, 4)), spec["max_tokens"])}
     spec["priority"] = draw(st.integers(0, 2))
     return spec
 

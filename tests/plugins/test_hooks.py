@@ -15,8 +15,10 @@ from octavo import hookspecs
 from octavo.catalog import Catalog
 from octavo.config import EngineConfig
 from octavo.errors import AdmissionRefused
+from octavo.grammar import Grammar
 from octavo.plugins import KIND_OF_HOOK, discover
 from octavo.request import Request, SamplingParams
+from octavo.text.tokenizer import Tokenizer
 
 from tests.tiny import tiny_llama
 
@@ -157,6 +159,20 @@ def test_register_executors(example: Example, tiny: Path, expected: Any) -> None
     assert chosen(built, "executor") == "timed"
     assert serve(built, times=2) == expected
     assert built.stats().steps == len(built._executor.seconds) > 0
+
+
+def test_register_grammars(example: Example, tiny: Path) -> None:
+    built = engine(tiny, catalog(example("register_grammars")), grammar_backend="numbers")
+    assert chosen(built, "grammar") == "numbers"
+    params = SamplingParams(temperature=1, seed=1, max_tokens=20, grammar=Grammar.regex("[0-9]{4}"))
+    built.add(Request(id="four", prompt=[9, 8, 7], params=params, eos_token_ids=(2,)))
+    tokens = []
+    while built.busy:
+        tokens += [token for event in built.step().events for token in event.tokens]
+    digits = [token for token in range(8, 264) if Tokenizer.from_path(tiny).token_bytes(token).isdigit()]
+    assert len(tokens) == 5 and tokens[-1] == 2 and set(tokens[:4]) <= set(digits)
+    with pytest.raises(AdmissionRefused, match=r"a pattern such as \[0-9\]\{4\} is needed, got json_object"):
+        built.add(Request(id="other", prompt=[9], params=SamplingParams(grammar=Grammar.json_object())))
 
 
 def test_engine_ready(example: Example, tiny: Path) -> None:

@@ -22,6 +22,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "octavo-attention-sdpa"
+SET_UP = (ROOT / "plugins" / "ops_cpu", ROOT / "plugins" / "grammar_llguidance")
+"""Beside core in what `make setup` makes, so that the borrowed environment lists them."""
 PLUGINS = sorted(project.parent for project in ROOT.glob("plugins/*/pyproject.toml"))
 
 
@@ -86,11 +88,11 @@ def build(source: Path, into: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Core, the plugin that `make setup` installs beside it (the borrowed environment lists it), and the example plugin,
+    """Core, the plugins that `make setup` installs beside it, and the example plugin,
     installed from wheels."""
     folder = tmp_path_factory.mktemp("wheels")
     made = Environment(folder / "env")
-    made.install(*(build(source, folder / source.name) for source in (ROOT / "core", ROOT / "plugins" / "ops_cpu", EXAMPLE)))
+    made.install(*(build(source, folder / source.name) for source in (ROOT / "core", *SET_UP, EXAMPLE)))
     return made
 
 
@@ -128,7 +130,9 @@ def test_the_wheels_carry_the_entry_points_and_are_not_editable(environment: Env
     core, example, torch = environment.run("-c", code).stdout.split()
     assert core.startswith(str(environment.site)) and example.startswith(str(environment.site)) and torch == "False"
     rows = {(r["kind"], r["name"]): r for r in environment.inventory()}
-    assert {"allocator", "scheduler", "attention", "quantizer", "model", "operators", "executor"} <= {kind for kind, _ in rows}
+    assert {"allocator", "scheduler", "attention", "quantizer", "model", "operators", "executor", "grammar"} <= {
+        kind for kind, _ in rows
+    }
     sdpa = rows["attention", "sdpa"]
     assert (sdpa["distribution"], sdpa["version"], sdpa["contract_version"], sdpa["state"]) == (
         "octavo-attention-sdpa",
@@ -153,7 +157,12 @@ def test_every_plugin_of_this_repository_is_listed_from_its_wheel(source: Path, 
 def test_the_wheel_of_core_is_typed_and_holds_nothing_but_the_package(environment: Environment) -> None:
     assert (environment.site / "octavo" / "py.typed").exists()
     packages = {p.name for p in environment.site.iterdir() if p.suffix != ".dist-info"}
-    assert packages - {"borrowed.pth", "__pycache__"} == {"octavo", "octavo_ops_cpu", "octavo_attention_sdpa"}
+    assert packages - {"borrowed.pth", "__pycache__"} == {
+        "octavo",
+        "octavo_ops_cpu",
+        "octavo_grammar_llguidance",
+        "octavo_attention_sdpa",
+    }
 
 
 def test_listing_plugins_imports_no_torch(environment: Environment) -> None:

@@ -75,8 +75,8 @@ def test_errors_arrive_as_the_clients_own_exceptions(client: openai.OpenAI, serv
         client.chat.completions.create(model=NAME, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
     assert tools.value.code == "unsupported" and tools.value.param == "tools"
     with pytest.raises(openai.BadRequestError) as shape:
-        client.chat.completions.create(model=NAME, messages=MESSAGES, response_format={"type": "json_object"})
-    assert shape.value.param == "response_format"
+        client.chat.completions.create(model=NAME, messages=MESSAGES, response_format={"type": "json_schema"})
+    assert shape.value.param == "response_format.json_schema"
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0).models.list()
 

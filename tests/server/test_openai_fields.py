@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import openai.types.chat as types
 import pytest
+from octavo.grammar import Grammar
 from octavo.request import SamplingParams
 from octavo.server.errors import ApiError
 from octavo.server.protocol import ChatRequest, CompletionRequest, Message, StreamOptions
@@ -53,12 +54,21 @@ ELSEWHERE: dict[type[Wire], dict[str, Any]] = {
         "model": "m",
         "stream": True,
         "stream_options": None,
+        "response_format": None,
         "top_logprobs": None,
         "user": "u",
         "safety_identifier": "s",
         "prompt_cache_key": "k",
     },
-    CompletionRequest: {"prompt": "x", "model": "m", "stream": True, "stream_options": None, "echo": True, "user": "u"},
+    CompletionRequest: {
+        "prompt": "x",
+        "model": "m",
+        "stream": True,
+        "response_format": None,
+        "stream_options": None,
+        "echo": True,
+        "user": "u",
+    },
 }
 BASE: dict[type[Wire], dict[str, Any]] = {ChatRequest: {"messages": MESSAGES}, CompletionRequest: {"prompt": "x"}}
 ENDPOINTS: list[tuple[Any, type[Wire]]] = [(Chat, ChatRequest), (Completions, CompletionRequest)]
@@ -106,26 +116,85 @@ def test_what_is_not_served_is_400_with_the_fields_name(model: type[Wire], field
         read(model, **{field: neutral})
 
 
+BOTH = pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
 @pytest.mark.parametrize(
-    "response_format",
+    ("fields", "form"),
     [
-        {"type": "json_object"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {}},
-        {"type": "json_schema", "schema": {}},
-        {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
-        {"type": "grammar"},
-        {"type": "text", "more": 1},
-        {},
-        "json",
+        ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}, Grammar.json(SCHEMA)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}},
+            Grammar.json(SCHEMA),
+        ),
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar.json(SCHEMA)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Grammar.json(SCHEMA)),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, Grammar.regex("[a-z]+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar.choice(["a", "b"])),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar.lark('start: "a"')),
+        ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+        ({"guided_json": SCHEMA}, Grammar.json(SCHEMA)),
+        ({"guided_regex": "a|b"}, Grammar.regex("a|b")),
+        ({"guided_choice": ["a"]}, Grammar.choice(["a"])),
+        ({"guided_grammar": 'start: "a"'}, Grammar.lark('start: "a"')),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, Grammar.regex("a")),
     ],
 )
-@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
-def test_no_response_format_but_text_is_taken(model: type[Wire], response_format: Any) -> None:
+@BOTH
+def test_the_form_of_an_answer_reaches_the_sampler(model: type[Wire], fields: dict[str, Any], form: Grammar | None) -> None:
+    assert read(model, **fields).to_params().grammar == form
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_value"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.name",
+            "missing_required_parameter",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format.json_schema.schema",
+            "missing_required_parameter",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": [1]}}},
+            "response_format.json_schema.schema",
+            "invalid_value",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, **SCHEMA}}},
+            "response_format.json_schema.type",
+            "unknown_parameter",
+        ),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format.schema", "unknown_parameter"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "n", "schema": {}}}}, "response_format.json_schema", "invalid_value"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type", "invalid_value"),
+        ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
+        ({"response_format": "json"}, "response_format", "invalid_value"),
+        ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_value"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "invalid_value"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "invalid_value"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unsupported"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "unsupported"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "unknown_parameter"),
+        ({"guided_json": [1]}, "guided_json", "invalid_value"),
+        ({"guided_choice": "a"}, "guided_choice", "invalid_value"),
+        ({"guided_regex": "a" * 600_000}, "guided_regex", "invalid_value"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "invalid_value"),
+    ],
+)  # fmt: skip
+@BOTH
+def test_a_form_that_is_none_is_400_with_the_place(model: type[Wire], fields: dict[str, Any], param: str, code: str) -> None:
     with pytest.raises(ApiError) as caught:
-        read(model, response_format=response_format)
-    assert (caught.value.code, caught.value.param) == ("unsupported", "response_format")
-    read(model, response_format={"type": "text"})
+        read(model, **fields).to_params()
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
 
 
 @pytest.mark.parametrize("kind", get_args(types.ChatCompletionMessageParam))
@@ -153,7 +222,7 @@ def test_a_text_part_is_text_and_nothing_else(extra: str) -> None:
     assert (caught.value.code, caught.value.param) == ("unsupported", f"messages[0].content[0].{extra}")
 
 
-VLLM = ["guided_json", "guided_regex", "guided_choice", "structured_outputs", "allowed_token_ids", "bad_words", "length_penalty"]
+VLLM = ["guided_decoding_backend", "guided_whitespace_pattern", "allowed_token_ids", "bad_words", "length_penalty"]
 
 
 @pytest.mark.parametrize("name", [*VLLM, "truncate_prompt_tokens", "return_token_ids", "request_id", "logits_processors"])

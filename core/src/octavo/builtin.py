@@ -131,6 +131,19 @@ def register_executors() -> list[Provider]:
     ]
 
 
+@hookimpl
+def register_grammars() -> list[Provider]:
+    return [
+        Provider(
+            "none",
+            "grammar",
+            "octavo.engine.grammars:NoGrammars",
+            priority=0,
+            summary="Refuses every grammar, and says what is missing",
+        )
+    ]
+
+
 def accepts_torch_attention(needs: Needs, options: Any) -> Accept | Reject:
     """Any device, any shape, any block size; small blocks on a CPU, larger ones where launches cost more."""
     kinds = ("full", "window", "latent")

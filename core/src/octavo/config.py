@@ -121,6 +121,9 @@ class EngineConfig(_Config):
     scheduler: str = _field("auto", "Scheduler by name.", group="plugins")
     executor: str = _field("auto", "Executor by name.", group="plugins")
     model_adapter: str = _field("auto", "Model adapter by name.", group="plugins")
+    grammar_backend: str = _field(
+        "auto", "What enforces JSON schemas and other grammars, by name; `none` refuses them.", group="plugins"
+    )
     plugins: dict[str, Any] = _field(
         {}, "Plugin options as JSON: {\"enable\": [distribution, ...], \"<kind>\": {\"<name>\": {option: value}}}.", group="plugins"
     )  # fmt: skip

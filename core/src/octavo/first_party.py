@@ -15,6 +15,7 @@ PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "octavo-attention-cupy": {"attention": ("cupy",)},
     "octavo-ops-cpu": {"attention": ("cpu",)},
     "octavo-ops-triton": {},
+    "octavo-grammar-llguidance": {"grammar": ("llguidance",)},
     "octavo-quant-awq": {"quantizer": ("awq", "gptq", "pack-quantized")},
     "octavo-quant-fp8": {"quantizer": ("fp8",)},
     "octavo-models-deepseek": {"model": ("deepseek", "deepseek_v4", "deepseek_windowed")},

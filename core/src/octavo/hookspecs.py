@@ -56,5 +56,10 @@ def register_executors() -> list[Provider]:  # type: ignore[empty-body]
 
 
 @hookspec
+def register_grammars() -> list[Provider]:  # type: ignore[empty-body]
+    """Which tokens a grammar allows (JSON schemas, patterns, grammars): `octavo.interfaces.GrammarCompiler`."""
+
+
+@hookspec
 def engine_ready(engine: object) -> None:
     """Called once in the engine's process after the build, for observers."""

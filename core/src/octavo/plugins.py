@@ -36,6 +36,7 @@ KIND_OF_HOOK: dict[str, Kind] = {
     "register_model_adapters": "model",
     "register_operators": "operators",
     "register_executors": "executor",
+    "register_grammars": "grammar",
 }
 
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from octavo.errors import RequestError
+from octavo.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -66,6 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: text; the output ends right before the earliest match.
     logprobs: None is off; k returns the sampled token's value and the k best.
     prompt_logprobs: the same for every prompt token but the first.
+    grammar: what the text must be. It ends where it is complete and nothing may follow, whatever min_tokens and ignore_eos say.
     """
 
     n: int = 1
@@ -88,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -395,12 +398,13 @@ class Batch:
 class Result:
     """The answer to a Batch, on the host. Row i of the batch got tokens[i, :counts[i]].
 
-    counts is 0 where nothing was sampled. `failed` marks rows whose logits were not finite: that
-    request ends with an error, its neighbours go on.
+    counts is 0 where nothing was sampled. `failed` marks rows that have no token: that request ends with an error, its
+    neighbours go on. `reasons` says why by row, where it is not logits that are not finite.
     """
 
     tokens: np.ndarray  # int32 [R, k]
     counts: np.ndarray  # int32 [R]
     failed: np.ndarray  # bool [R]
+    reasons: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: positions start+1..start+num_new

@@ -23,6 +23,13 @@ def staged(shape: int | tuple[int, ...], dtype: DTypeLike, device: torch.device)
     return torch.from_numpy(array), array
 
 
+def to_host(values: Tensor) -> Tensor:
+    """A copy on the host, started and not waited for. From a GPU it goes to pinned memory: only such a copy is not waited for."""
+    if not values.is_cuda:
+        return values
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+
+
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array as a tensor on `device`; on a CPU it may share the array's memory."""
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Flags of SamplingParams, one per field. Owns their help; names, types and checks are the struct's."""
+"""Flags of SamplingParams, one per field but `grammar`. Owns their help; names, types and checks are the struct's."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def sampling_options() -> tuple[Option, ...]:
     return tuple(
         Option(f.name, _ANNOTATIONS.get(f.name, hints[f.name]), f.default, HELP[f.name], "sampling")
         for f in msgspec.structs.fields(SamplingParams)
+        if f.name in HELP
     )
 
 

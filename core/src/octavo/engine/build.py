@@ -24,6 +24,7 @@ from octavo.config import EngineConfig
 from octavo.decision import OperatorSet
 from octavo.engine.engine import Engine
 from octavo.engine.executor import ExecutorParts
+from octavo.engine.grammars import Grammars
 from octavo.engine.hugepages import collapse_into_huge_pages
 from octavo.engine.memory import MemoryWatch, PoolGovernor
 from octavo.engine.plan import Plan, plan_engine
@@ -34,6 +35,7 @@ from octavo.engine.swapping import SwapCost, measure
 from octavo.engine.swapping import policy as swap_policy
 from octavo.engine.threads import ThreadGovernor
 from octavo.errors import ConfigError, PluginError
+from octavo.grammar import GrammarError
 from octavo.interfaces import (
     Allocator,
     AllocatorParts,
@@ -44,6 +46,8 @@ from octavo.interfaces import (
     Executor,
     Experts,
     ExpertsSpec,
+    GrammarCompiler,
+    GrammarParts,
     Model,
     ModelParts,
     OperatorParts,
@@ -55,7 +59,9 @@ from octavo.model.loader import WeightTable, load_weights
 from octavo.model.rope import variants
 from octavo.model.tokenizer_files import load_tokenizer_files
 from octavo.request import ModelInfo
+from octavo.sampling.constrained import ConstrainedRows
 from octavo.sampling.sampler import Sampler
+from octavo.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -86,12 +92,15 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
         for group, layout in zip(plan.groups, plan.layouts, strict=True)
     ]
     backend.bind(bound, plan.limits)
+    vocab = _valid_vocab(plan)
+    grammars = Grammars(lambda: _grammar_compiler(plan, vocab))
     sampler = Sampler(
         plan.limits.max_num_seqs,
         plan.facts.vocab_size,
         device,
-        valid_vocab=_valid_vocab(plan),
+        valid_vocab=vocab,
         draw=operators.find("draw"),
+        constrained=ConstrainedRows(vocab, grammars.require, grammars.fill),
     )
     allocator = plan.allocator.create(
         AllocatorParts(
@@ -136,7 +145,8 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
             asynchronous=device.type == "cuda",
         )
     )
-    engine = Engine(_info(plan), scheduler, allocator, executor, plan.explain(), _watch(plan, allocator, executor), salt)
+    watch = _watch(plan, allocator, executor)
+    engine = Engine(_info(plan), scheduler, allocator, executor, plan.explain(), watch, salt, grammars)
     plan.catalog.ready(engine)
     _announce(plan, stages)
     return engine
@@ -302,14 +312,37 @@ def _no_experts(quantizer: str) -> Callable[..., Experts]:
     return refuse
 
 
-def _valid_vocab(plan: Plan) -> int | None:
-    """One past the largest id that the tokenizer knows: logits past it are padding, never sampled. None
-    where the model has no tokenizer (random weights, token ids in and out)."""
+def _has_tokenizer(plan: Plan) -> bool:
     folder = plan.source.text_path or plan.source.path
-    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
-        return None
+    return not folder.is_dir() or (folder / "tokenizer.json").is_file()
+
+
+def _valid_vocab(plan: Plan) -> int:
+    """One past the largest id that the tokenizer knows: logits past it are padding, never sampled. All of them
+    where the model has no tokenizer (random weights, token ids in and out)."""
+    if not _has_tokenizer(plan):
+        return plan.facts.vocab_size
     files = load_tokenizer_files(plan.source)
     return min(max(files.tokenizer.get_vocab(with_added_tokens=True).values()) + 1, plan.facts.vocab_size)
+
+
+def _grammar_compiler(plan: Plan, vocab: int) -> GrammarCompiler:
+    """Made with the first grammar: it takes the tokenizer, which an engine has no other use for."""
+    if not _has_tokenizer(plan) and plan.config.tokenizer is None:
+        raise GrammarError("this model has no tokenizer, so its tokens have no text that a grammar could be about")
+    tokenizer = Tokenizer.from_source(plan.source, plan.config)
+    if tokenizer.pieces.window:
+        raise GrammarError("the tokens of this model's tokenizer have no bytes of their own, which a grammar needs")
+    control = tokenizer.special_ids | set(plan.source.eos_token_ids())
+    made: GrammarCompiler = plan.grammar.create(
+        GrammarParts(
+            tokens=[tokenizer.token_bytes(token) for token in range(vocab)],
+            control={token: tokenizer.token_text(token) for token in sorted(control) if token < vocab},
+            ends=plan.source.eos_token_ids(),
+            encode=lambda text: tokenizer.encode(text, add_special=False, allow_special_tokens=False),
+        )
+    )
+    return made
 
 
 def _info(plan: Plan) -> ModelInfo:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from octavo.engine.grammars import Grammars, invalid
 from octavo.engine.memory import MemoryWatch
 from octavo.engine.prefixes import PrefixCache
 from octavo.errors import EngineDead
@@ -27,7 +28,8 @@ requests, a broken device must not burn through the whole queue."""
 
 class Engine:
     """explain is the plan's own account of every choice (octavo.engine.plan). watch is asked before each step
-    how the cache is (None: one that raises the alert and leaves the pool's size alone). salt: as the scheduler's, for prefixes that are pinned."""
+    how the cache is (None: one that raises the alert and leaves the pool's size alone). salt: as the scheduler's, for prefixes that are pinned.
+    grammars: who compiles them (None: requests with a grammar are refused)."""
 
     def __init__(
         self,
@@ -38,9 +40,10 @@ class Engine:
         explain: dict[str, Any],
         watch: MemoryWatch | None = None,
         salt: Callable[[int], str] = lambda bound: "",
+        grammars: Grammars | None = None,
     ) -> None:
         self.info, self.explain = info, explain
-        self.allocator = allocator
+        self.allocator, self.grammars = allocator, grammars
         self._scheduler, self._executor = scheduler, executor
         self._watch = watch or MemoryWatch(allocator)
         self.prefixes = PrefixCache(allocator, salt, info.max_model_len)
@@ -50,7 +53,12 @@ class Engine:
         self.waited = 0.0  # seconds of the last step that went into waiting for the device
 
     def add(self, request: Request) -> None:
-        """Queue a checked request. Raises AdmissionRefused."""
+        """Queue a checked request. Raises AdmissionRefused. A grammar is compiled first, and waited for, unless
+        `grammars.prepare` has done it."""
+        if request.params.grammar is not None:
+            if self.grammars is None:
+                raise invalid("this engine takes no grammars")
+            self.grammars.require(request.params.grammar)
         self._scheduler.add(request)
 
     def abort(self, request_id: str, sample: int | None = None) -> None:
@@ -92,6 +100,8 @@ class Engine:
 
     def close(self) -> None:
         self._executor.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def _submit(self, batch: Batch) -> list[Event]:
         try:

@@ -128,7 +128,8 @@ class LLM:
                 try:
                     self.engine.add(request)
                 except AdmissionRefused as refusal:
-                    raise RequestError(refusal.message, param="max_tokens", code=refusal.code) from refusal
+                    param = "grammar" if refusal.code == "invalid_grammar" else "max_tokens"
+                    raise RequestError(refusal.message, param=param, code=refusal.code) from refusal
                 self._processor.add(request, text, final_only=True)
             with _progress(len(requests), show) as advance:
                 while self.engine.busy:

@@ -98,6 +98,7 @@ class Plan:
     scheduler: Decision
     executor: Decision
     operators: OperatorDecision
+    grammar: Decision
     elastic: PoolRange | None = None
     host_slots: int = 0
     spread_keys: bool = False
@@ -122,6 +123,7 @@ class Plan:
             "allocator": self.allocator,
             "scheduler": self.scheduler,
             "executor": self.executor,
+            "grammar": self.grammar,
         }
 
     def explain(self) -> dict[str, Any]:
@@ -234,6 +236,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         scheduler=scheduler,
         executor=executor,
         operators=catalog.resolve_operators(needs("operators", architecture=architecture, hidden_size=facts.hidden_size)),
+        grammar=catalog.resolve("grammar", needs("grammar", vocab_size=facts.vocab_size), config.grammar_backend),
         why=why,
     )
 

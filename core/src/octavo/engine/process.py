@@ -27,16 +27,20 @@ from octavo.engine.liveness import STACKS
 from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import send_records
 from octavo.engine.signals import leave_signals_to_parent
-from octavo.errors import AdmissionRefused, ConfigError, OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.request import Events
 
 if TYPE_CHECKING:
+    from octavo.engine.admissions import Admissions
     from octavo.engine.engine import Engine
 
 log = logging.getLogger("octavo.engine.process")  # it runs as __main__
 
 PARENT_CHECK = 1.0
 """Seconds between checks, while idle, that the parent still lives."""
+
+GRAMMAR_CHECK = 0.002
+"""Seconds between looks at whether a grammar is compiled, while there is nothing else to do."""
 
 SLOW_STEP = 0.1
 """Seconds from which on a step is worth a line of the log at level debug: everybody waited for it."""
@@ -68,11 +72,13 @@ class EngineLoop:
         gc.freeze()  # the model and the catalogue are garbage for nobody: keep the collector off them
         ready = messages.Ready(engine.info, engine.explain, catalog.inventory(), time.perf_counter() - began)
         self._send(messages.READY, ready)
+        doors = self._doors(engine)
         while self._open:
             if not engine.busy:
-                self._await_message()
+                self._await_message(GRAMMAR_CHECK if doors.waiting else PARENT_CHECK)
             began, worked = time.perf_counter(), time.thread_time()
-            self._drain_messages(engine)
+            self._drain_messages(engine, doors)
+            doors.turn()
             if engine.busy:
                 events = engine.step()
                 events.stats.sent = time.perf_counter()
@@ -88,22 +94,27 @@ class EngineLoop:
     def _send(self, kind: bytes, body: object) -> None:
         self._socket.send_multipart(pack(kind, body))
 
-    def _await_message(self) -> None:
-        while not self._socket.poll(int(PARENT_CHECK * 1000)):
+    def _doors(self, engine: Engine) -> Admissions:
+        from octavo.engine.admissions import Admissions
+
+        return Admissions(engine, lambda refused: self._send(messages.REFUSED, refused))
+
+    def _await_message(self, seconds: float) -> None:
+        """For so long, or as long as it takes if nothing else is to be looked at."""
+        while not self._socket.poll(int(seconds * 1000)):
             if os.getppid() != self._parent:
                 log.error("the parent process %d is gone: leaving", self._parent)
                 self._open = False
+            if not self._open or seconds < PARENT_CHECK:
                 return
 
-    def _drain_messages(self, engine: Engine) -> None:
+    def _drain_messages(self, engine: Engine, doors: Admissions) -> None:
         while self._open and self._socket.poll(0):
             kind, body = unpack(self._socket.recv_multipart())
             if kind == messages.ADD:
-                try:
-                    engine.add(body)
-                except AdmissionRefused as refusal:
-                    self._send(messages.REFUSED, messages.Refused(body.id, refusal.message, refusal.code, refusal.retry_after))
+                doors.add(body)
             elif kind == messages.ABORT:
+                doors.abort(body.request_id)
                 engine.abort(body.request_id, body.sample)
                 self._send(messages.EVENTS, Events([], engine.stats()))
             elif kind == messages.RESET:

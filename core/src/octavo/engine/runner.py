@@ -169,7 +169,8 @@ class ModelRunner:
     def _admit(self, batch: Batch) -> None:
         for admission in batch.admissions:
             params = admission.params
-            self._sampler.admit(admission.slot, params, admission.seed, admission.eos_token_ids, admission.num_prompt)
+            output = admission.tokens[admission.num_prompt :].tolist()
+            self._sampler.admit(admission.slot, params, admission.seed, admission.eos_token_ids, admission.num_prompt, output)
             self._prompts.pop(admission.slot, None)
             if params.prompt_logprobs is not None:
                 self._prompts[admission.slot] = (params, admission.tokens[: admission.num_prompt])
@@ -220,6 +221,7 @@ class ModelRunner:
                 result.tokens[rows, 0] = sampled.tokens.numpy()
                 result.counts[rows] = 1
                 result.failed[rows] = sampled.failed.numpy()
+                result.reasons = {int(rows[i]): reason for i, reason in sampled.reasons.items()}
                 result.logprobs = {int(rows[i]): [value] for i, value in sampled.logprobs().items()}
             return result
 

@@ -25,6 +25,7 @@ from octavo.interfaces.attention import (
 )
 from octavo.interfaces.execution import Executor, Handle, Runner
 from octavo.interfaces.geometry import CacheLayout, KVGroup, KVSpec, Limits
+from octavo.interfaces.grammar import Constraint, GrammarCompiler, GrammarParts
 from octavo.interfaces.models import (
     Attention,
     CanonicalNames,
@@ -64,12 +65,15 @@ __all__ = [
     "BoundGroup",
     "CacheLayout",
     "CanonicalNames",
+    "Constraint",
     "Executor",
     "Experts",
     "ExpertsSpec",
     "FusedPrologue",
     "Gate",
     "GatedLinear",
+    "GrammarCompiler",
+    "GrammarParts",
     "Handle",
     "KVGroup",
     "KVSpec",

@@ -48,6 +48,13 @@ def apply_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Non
     logits[rows, ids] += values
 
 
+def apply_mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """logits[rows[i], t] = -inf where bit t % 32 of masks[i, t // 32], int32 [C, words], is 0."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (masks[:, :, None] >> bits & 1).view(len(masks), -1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill_(allowed == 0, float("-inf"))
+
+
 def apply_ban(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
     """logits[rows[i], ids[i]] = -inf; ids are in range."""
     logits[rows, ids] = float("-inf")

@@ -1,26 +1,27 @@
 """Sampler: logits of a step in, one token a row out. Batched, and without waiting for the device.
 
-Owns the order of operations, which is vLLM's: logprobs are of the raw logits; then logit_bias, the
-min_tokens mask, penalties, temperature, min_p, top_k, top_p, draw. Only rows that ask for a stage pay
+Owns the order of operations, which is vLLM's: logprobs are of the raw logits; then the grammar's mask, logit_bias,
+the min_tokens mask, penalties, temperature, min_p, top_k, top_p, draw. Only rows that ask for a stage pay
 for it. Never knows a request: what a row wants is in SamplerState, what it has said in the token
 table. A row's token is a function of its own logits, tokens, parameters, seed and position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
-from octavo.sampling.penalties import apply_ban, apply_bias, apply_penalties
+from octavo.sampling.constrained import ConstrainedRows
+from octavo.sampling.penalties import apply_ban, apply_bias, apply_mask, apply_penalties
 from octavo.sampling.rng import uniforms
 from octavo.sampling.state import SamplerState
 from octavo.sampling.truncation import BLOCK, draw, truncate
-from octavo.transfer import to_device
+from octavo.transfer import to_device, to_host
 
 Ids = np.ndarray | Tensor
 
@@ -35,7 +36,7 @@ class Logprobs:
     top_values: Tensor
 
     def to_host(self) -> Logprobs:
-        return Logprobs(_home(self.chosen), _home(self.ranks), _home(self.top_ids), _home(self.top_values))
+        return Logprobs(to_host(self.chosen), to_host(self.ranks), to_host(self.top_ids), to_host(self.top_values))
 
     def rows(self, tokens: np.ndarray, keep: np.ndarray) -> list[TokenLogprobs]:
         """As messages; row i gets its keep[i] best. On the host only."""
@@ -49,13 +50,14 @@ class Logprobs:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """tokens int32 [S]; failed bool [S]: the row has no token (its logits were not finite, or every token was
-    excluded). `rows` are those with logprobs and `keep` how many best each of them wants."""
+    excluded; `reasons` has another reason by row). `rows` are those with logprobs and `keep` how many best each of them wants."""
 
     tokens: Tensor
     failed: Tensor
     rows: np.ndarray
     keep: np.ndarray
     values: Logprobs | None
+    reasons: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def plain(cls, tokens: Tensor, failed: Tensor) -> Sampled:
@@ -66,7 +68,7 @@ class Sampled:
     def to_host(self) -> Sampled:
         """A copy on the host; started, not waited for, where it comes from a GPU."""
         values = None if self.values is None else self.values.to_host()
-        return replace(self, tokens=_home(self.tokens), failed=_home(self.failed), values=values)
+        return replace(self, tokens=to_host(self.tokens), failed=to_host(self.failed), values=values)
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """By row, of the rows that asked and did not fail. On the host only."""
@@ -86,7 +88,8 @@ keep: (token table int32 [rows, length], slots int64 [S]), whose row slots[i] ge
 class Sampler:
     """Built once for a model. `vocab` is the width of its logits; only ids below valid_vocab (those that the
     tokenizer knows; default all) are ever chosen. draw: a fused operator that replaces the draw of this
-    module for every row (the noise must not depend on who else is in the batch)."""
+    module for every row (the noise must not depend on who else is in the batch). constrained: who knows what grammars
+    allow; without it no row may have one."""
 
     def __init__(
         self,
@@ -96,20 +99,36 @@ class Sampler:
         *,
         valid_vocab: int | None = None,
         draw: DrawOperator | None = None,
+        constrained: ConstrainedRows | None = None,
     ) -> None:
         self.vocab = min(vocab, valid_vocab or vocab)
         self.state = SamplerState(max_rows, self.vocab)
         self.draw = draw
+        self._constrained = constrained
         self._device = torch.device(device)
 
-    def admit(self, slot: int, params: SamplingParams, seed: int, eos_ids: tuple[int, ...], num_prompt: int) -> None:
-        """Remember what the sequence that enters `slot` asks for."""
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        eos_ids: tuple[int, ...],
+        num_prompt: int,
+        output: Sequence[int] = (),
+    ) -> None:
+        """Remember what the sequence that enters `slot` asks for. output: what it has sampled before it came (back) here."""
         self.state.set(slot, params, seed, eos_ids, num_prompt)
+        if self._constrained is None:
+            assert params.grammar is None
+        elif params.grammar is not None:
+            self._constrained.admit(slot, params, eos_ids, num_prompt, output)
+        else:
+            self._constrained.drop(slot)
 
     def plain(self, slots: np.ndarray, positions: np.ndarray) -> bool:
         """Whether none of these rows asks for more than a temperature: `draw` alone then answers the step."""
         state = self.state
-        special = state.biased[slots] | state.penalised[slots] | state.truncated[slots] | (state.logprobs[slots] >= 0)
+        special = state.edited[slots] | state.truncated[slots] | (state.logprobs[slots] >= 0)
         return not (special | (positions - state.num_prompt[slots] < state.min_tokens[slots])).any()
 
     def columns(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -129,7 +148,8 @@ class Sampler:
         state = self.state
         failed = ~torch.isfinite(logits.sum(-1))
         delayed = positions - state.num_prompt[slots] < state.min_tokens[slots]
-        edited = state.biased[slots] | state.penalised[slots] | delayed
+        edited = state.edited[slots] | delayed
+        reasons: dict[int, str] = {}
         if not edited.any():
             chosen, empty = self._choose(logits, slots, positions)
         else:
@@ -141,8 +161,11 @@ class Sampler:
                 index = self._send(part)
                 mine = logits.index_select(0, index)
                 if edited[part[0]]:
+                    held = self._constrain(mine, slots[part], positions[part])
+                    reasons = {int(part[row]): reason for row, reason in held.items()}
                     self._edit(mine, slots[part], positions[part], delayed[part], tokens)
                 chosen[index], empty[index] = self._choose(mine, slots[part], positions[part])
+            self._tell(slots, chosen)
         failed |= empty
         chosen.masked_fill_(failed, 0)
         keep = state.logprobs[slots]
@@ -152,7 +175,24 @@ class Sampler:
             index = self._send(rows)
             raw = logits if len(rows) == len(slots) else logits.index_select(0, index)
             values = logprobs_of(raw, chosen[index])
-        return Sampled(chosen.int(), failed, rows, keep[rows], values)
+        return Sampled(chosen.int(), failed, rows, keep[rows], values, reasons)
+
+    def _constrain(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> dict[int, str]:
+        """Mask what grammars forbid, in place on rows that are copies; rows that can have no token, with the reason: all of theirs is
+        masked."""
+        rows = np.flatnonzero(self.state.constrained[slots])
+        if not len(rows):
+            return {}
+        assert self._constrained is not None
+        masks, reasons = self._constrained.masks(slots[rows], positions[rows])
+        apply_mask(logits, self._send(rows), self._send(masks))
+        return {int(rows[row]): reason for row, reason in reasons.items()}
+
+    def _tell(self, slots: np.ndarray, chosen: Tensor) -> None:
+        rows = np.flatnonzero(self.state.constrained[slots])
+        if len(rows):
+            assert self._constrained is not None
+            self._constrained.sampled(slots[rows], chosen.index_select(0, self._send(rows)))
 
     def _edit(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, delayed: np.ndarray, tokens: Tensor) -> None:
         """Bias, min_tokens mask and penalties, in place on rows that are copies."""
@@ -264,10 +304,3 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[TokenLogpro
 
 def _host(values: Ids) -> np.ndarray:
     return values.cpu().numpy() if isinstance(values, Tensor) else values
-
-
-def _home(values: Tensor) -> Tensor:
-    """A copy on the host. From a GPU it goes to pinned memory: only such a copy is not waited for."""
-    if not values.is_cuda:
-        return values
-    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

@@ -31,6 +31,8 @@ class SamplerState:
         self.frequency = np.zeros(max_rows, np.float32)
         self.penalised = np.zeros(max_rows, bool)
         self.biased = np.zeros(max_rows, bool)
+        self.constrained = np.zeros(max_rows, bool)
+        self.edited = np.zeros(max_rows, bool)  # any of the last three: its logits are changed before a token is chosen
         self.seed = np.zeros(max_rows, np.uint64)
         self.num_prompt = np.zeros(max_rows, np.int64)
         self.min_tokens = np.zeros(max_rows, np.int64)
@@ -58,6 +60,10 @@ class SamplerState:
         if bias:
             self.bias[slot] = (np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias)))
             self.biased[slot] = True
+        self.constrained[slot] = params.grammar is not None
+        self.edited[slot] = self.penalised[slot] or self.biased[slot] or self.constrained[slot]
+        if params.grammar is not None:
+            return  # its own states see to min_tokens, which a grammar may have to end before
         ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos_ids))
         ids = np.array(sorted(token for token in ends if 0 <= token < self.vocab), np.int64)
         if params.min_tokens > 0 and len(ids):
@@ -66,7 +72,8 @@ class SamplerState:
 
     def clear(self, slot: int) -> None:
         """Back to a greedy row that asks for nothing."""
-        self.greedy[slot], self.truncated[slot], self.penalised[slot], self.biased[slot] = True, False, False, False
+        self.greedy[slot] = True
+        self.truncated[slot] = self.penalised[slot] = self.biased[slot] = self.constrained[slot] = self.edited[slot] = False
         self.min_tokens[slot], self.logprobs[slot] = 0, -1
         self.bias.pop(slot, None)
         self.stops.pop(slot, None)

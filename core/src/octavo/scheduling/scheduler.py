@@ -258,7 +258,8 @@ class ContinuousScheduler:
             if i in result.prompt_logprobs:
                 sequence.keep_prompt_logprobs(int(batch.start[i]) + 1, result.prompt_logprobs[i])
             if failed:
-                events.append(self._end(sequence, "error", "the model produced logits that are not finite"))
+                reason = result.reasons.get(i, "the model produced logits that are not finite")
+                events.append(self._end(sequence, "error", reason))
             elif count:
                 events.append(self._append(sequence, tokens[:count], result.logprobs.get(i)))
         return events

@@ -54,12 +54,14 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     parcel: Parcel | None = None  # what it had computed when it was swapped out; only while it waits
     ends: dict[int, int | None] = field(init=False)  # tokens that end it, with the stop_reason that they give
+    least: int = field(init=False)  # tokens before which none of them does
 
     def __post_init__(self) -> None:
         params = self.request.params
         self.ends = {token: token for token in params.stop_token_ids or ()}
-        if not params.ignore_eos:
+        if not params.ignore_eos or params.grammar is not None:  # a grammar's own end is one, and the sampler sees to the rest
             self.ends |= dict.fromkeys(self.request.eos_token_ids)
+        self.least = 0 if params.grammar is not None else params.min_tokens
 
     @property
     def tokens(self) -> np.ndarray:
@@ -84,7 +86,7 @@ class Sequence:
         for token in tokens:
             output.append(token)
             taken += 1
-            if token in self.ends and len(output) >= self.request.params.min_tokens:
+            if token in self.ends and len(output) >= self.least:
                 finish, reason = "stop", self.ends[token]
                 break
             if len(output) >= room:

@@ -13,8 +13,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from octavo.errors import RequestError
+from octavo.grammar import Grammar
 from octavo.request import SamplingParams
 from octavo.server.errors import ApiError, unsupported
+from octavo.server.formats import Formed, ResponseFormat
 from octavo.server.limits import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS
 from octavo.server.wire import Wire
 
@@ -144,7 +146,7 @@ def _bias(raw: dict[str, Any]) -> dict[int, float]:
     return bias
 
 
-class _OpenAI(Sampling):
+class _OpenAI(Sampling, Formed):
     """Fields of both OpenAI endpoints that are not about sampling.
 
     `user`, `safety_identifier` and `prompt_cache_key` identify the end user or hint at caching; they
@@ -152,6 +154,7 @@ class _OpenAI(Sampling):
     """
 
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -165,21 +168,18 @@ class _OpenAI(Sampling):
     def continuous_usage(self) -> bool:
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    def forms(self) -> list[tuple[str, Grammar]]:
+        asked = self.response_format and self.response_format.grammar("response_format")
+        return [*([("response_format", asked)] if asked else []), *super().forms()]
+
     def check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only allowed with stream = true", param="stream_options", code="invalid_value")
 
 
-_NO_GUIDE = "there is no guided decoding; remove the field"
 _NO_BEAMS = "there is no beam search"
 VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
-    "structured_outputs": ((), _NO_GUIDE),
-    "guided_json": ((), _NO_GUIDE),
-    "guided_regex": ((), _NO_GUIDE),
-    "guided_choice": ((), _NO_GUIDE),
-    "guided_grammar": ((), _NO_GUIDE),
-    "guided_decoding_backend": ((), _NO_GUIDE),
-    "guided_whitespace_pattern": ((), _NO_GUIDE),
+    **Formed.guided,
     "allowed_token_ids": ((), "logit_bias is what steers tokens"),
     "bad_words": (([],), "logit_bias is what steers tokens"),
     "use_beam_search": ((False,), _NO_BEAMS),
@@ -205,7 +205,6 @@ class CompletionRequest(_OpenAI):
         **VLLM,
         "suffix": (("",), "no model here inserts text; remove the field"),
         "prompt_embeds": ((), "prompts are text or token ids"),
-        "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be honoured"),
     }  # fmt: skip
 
     prompt: Prompt
@@ -221,7 +220,7 @@ class CompletionRequest(_OpenAI):
             raise ApiError(
                 400, "best_of: streaming cannot pick the best afterwards; use best_of = n", param="best_of", code="invalid_value"
             )
-        over: dict[str, Any] = {"logprobs": self.logprobs}
+        over: dict[str, Any] = {"logprobs": self.logprobs, "grammar": self.grammar}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             over["prompt_logprobs"] = self.logprobs
         if self.prompt_only:
@@ -281,7 +280,6 @@ class ChatRequest(_OpenAI):
         "parallel_tool_calls": ((True, False), NO_TOOLS),
         "functions": (([],), NO_TOOLS),
         "function_call": (("none", "auto"), NO_TOOLS),
-        "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be honoured"),
         "modalities": ((["text"],), "only text can be produced"),
         "audio": ((), "there is no audio"),
         "prediction": ((), "there is no predicted output"),
@@ -329,7 +327,11 @@ class ChatRequest(_OpenAI):
             raise ApiError(400, "top_logprobs: only allowed with logprobs = true", param="top_logprobs", code="invalid_value")
         if self.prompt_logprobs is not None and self.stream:
             raise unsupported("prompt_logprobs", "a chat stream has no place for them")
-        over = {"max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        over = {
+            "max_tokens": limit,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            "grammar": self.grammar,
+        }
         return self.params(**over)
 
     def rename(self, param: str | None) -> str | None:

@@ -19,6 +19,12 @@ from octavo.text.output import CompletionOutput, RequestOutput
 from octavo.text.tokenizer import Tokenizer
 
 
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    """What was asked for, as the protocol echoes it."""
+    asked = body.text.format if body.text is not None else None
+    return {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)
+
+
 class ResponsesAnswer:
     """One job with one sample: one message with one part of text."""
 
@@ -38,7 +44,7 @@ class ResponsesAnswer:
             "top_p": jobs[0].params.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "user": body.user,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(body)},
             "tools": [],
             "tool_choice": "auto",
             "parallel_tool_calls": True,

@@ -6,19 +6,20 @@ served: those fields are in the `unsupported` table. Ranges of sampling paramete
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
+from octavo.grammar import Grammar
 from octavo.request import SamplingParams
 from octavo.server.errors import ApiError, unsupported
+from octavo.server.formats import Formed, Schema, json_grammar
 from octavo.server.limits import MAX_MESSAGES
 from octavo.server.protocol import NO_TOOLS, VLLM, Message, Sampling
 from octavo.server.wire import Wire
 
 LOGPROBS = "message.output_text.logprobs"
 _NOT_KEPT = "nothing is stored; send the whole conversation as `input`"
-_TEXT = {"format": {"type": "text"}}
 _PARTS = ("input_text", "output_text", "text")
 
 
@@ -73,7 +74,33 @@ Input = Annotated[
 ]
 
 
-class ResponsesRequest(Sampling):
+class TextFormat(Wire):
+    """OpenAI's `response_format` in this protocol's shape. strict: schemas are enforced either way."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, min_length=1, max_length=64)
+    description: str | None = None
+    schema_: Schema = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def form(self, where: str) -> Grammar | None:
+        """Raises ApiError."""
+        if self.type != "json_schema":
+            return Grammar.json_object() if self.type == "json_object" else None
+        missing = [name for name, value in (("name", self.name), ("schema", self.schema_)) if value is None]
+        if missing:
+            param = f"{where}.{missing[0]}"
+            raise ApiError(400, f"{param}: this field is required", param=param, code="missing_required_parameter")
+        return json_grammar(self.schema_, f"{where}.schema")
+
+
+class Text(Wire):
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {"verbosity": (("medium",), "this model has no verbosity")}
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Sampling, Formed):
     """POST /v1/responses: one answer to a conversation. instructions: a system message before it."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -91,7 +118,6 @@ class ResponsesRequest(Sampling):
         "metadata": (({},), "nothing is stored"),
         "context_management": (([],), "prompts are never cut; shorten it yourself"),
         "truncation": (("disabled",), "prompts are never cut; shorten it yourself"),
-        "text": (({}, _TEXT, {"verbosity": "medium"}, {**_TEXT, "verbosity": "medium"}), "only plain text can be honoured"),
         "reasoning": (({}, {"effort": "none"}), "this model has no reasoning effort"),
         "service_tier": (("auto", "default"), "there is one tier"),
         "stream_options": (({}, {"include_obfuscation": False}), "chunks are not padded"),
@@ -106,6 +132,7 @@ class ResponsesRequest(Sampling):
 
     input: Input
     instructions: str | None = None
+    text: Text | None = None
     max_output_tokens: int | None = None
     include: Annotated[list[str] | None, FailFast()] = Field(None, max_length=16)
     top_logprobs: int | None = None
@@ -116,6 +143,10 @@ class ResponsesRequest(Sampling):
     @property
     def asked_tokens(self) -> int | None:
         return self.max_output_tokens
+
+    def forms(self) -> list[tuple[str, Grammar]]:
+        form = self.text.format.form("text.format") if self.text is not None and self.text.format is not None else None
+        return [*([("text.format", form)] if form else []), *super().forms()]
 
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as `render_chat` takes them. Raises ApiError."""
@@ -131,7 +162,9 @@ class ResponsesRequest(Sampling):
         if self.top_logprobs is not None and not wanted:
             message = f"top_logprobs: only allowed with {LOGPROBS} in include"
             raise ApiError(400, message, param="top_logprobs", code="invalid_value")
-        return self.params(max_tokens=self.max_output_tokens, logprobs=(self.top_logprobs or 0) if wanted else None)
+        return self.params(
+            max_tokens=self.max_output_tokens, logprobs=(self.top_logprobs or 0) if wanted else None, grammar=self.grammar
+        )
 
     def rename(self, param: str | None) -> str | None:
         names = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}

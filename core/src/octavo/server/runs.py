@@ -18,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.async_llm import AsyncLLM
-from octavo.errors import RequestError
+from octavo.errors import AdmissionRefused, RequestError
 from octavo.request import ModelInfo, SamplingParams, check_request
 from octavo.server.clients import ClientGone, Connected, EventStream
 from octavo.server.errors import ApiError, DeadlineExceeded, to_api_error
+from octavo.server.formats import Formed
 from octavo.server.generation import Generation, Job
 from octavo.server.limits import MAX_PROMPT_VALUES, MAX_PROMPTS, MAX_SAMPLES, read_body
 from octavo.server.pace import Rank
@@ -104,7 +105,7 @@ async def run(
         record.outcome = "disconnected"
         raise
     except Exception as exc:
-        error = to_api_error(exc, record.id)
+        error = to_api_error(_about_form(exc, body), record.id)
         record.fail(error.code, exc)
         raise error from exc
     finally:
@@ -119,6 +120,15 @@ def _in_their_words(error: RequestError, body: Sampling) -> RequestError:
     ours, theirs = error.param, body.rename(error.param)
     message = f"{theirs}:{error.message[len(ours) + 1 :]}" if ours and error.message.startswith(f"{ours}:") else error.message
     return RequestError(message, param=theirs, code=error.code)
+
+
+def _about_form(error: Exception, body: Sampling) -> Exception:
+    """An engine's refusal of a grammar knows no field of the client's."""
+    if not isinstance(error, AdmissionRefused) or error.code != "invalid_grammar":
+        return error
+    form = body.form() if isinstance(body, Formed) else None
+    param = form[0] if form else None
+    return ApiError(400, f"{param}: {error.message}" if param else error.message, param=param, code=error.code)
 
 
 async def _written(form: Shape, outputs: Sequence[RequestOutput]) -> bytes:

@@ -25,6 +25,11 @@ class Wire(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+    names: ClassVar[dict[str, None]] = {}  # of the fields, in JSON
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls.names = dict.fromkeys(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod
@@ -32,8 +37,8 @@ class Wire(BaseModel):
         # Before pydantic's own check, which collects an error per unknown field: a body has room for a million.
         if isinstance(data, dict):
             for name in data:
-                if name not in cls.model_fields and name not in cls.unsupported:
-                    near = difflib.get_close_matches(name[:64], [*cls.model_fields, *cls.unsupported], n=1)
+                if name not in cls.names and name not in cls.unsupported:
+                    near = difflib.get_close_matches(name[:64], [*cls.names, *cls.unsupported], n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
                     raise PydanticCustomError(
                         "unknown_field", "{message}", {"message": f"unknown field{hint}", "name": name[:64]}
