@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from octavo import hookspecs
-from octavo.catalog import Catalog
+from octavo.catalog import Catalog, Device, Needs
 from octavo.config import EngineConfig
 from octavo.errors import AdmissionRefused
 from octavo.grammar import Grammar
+from octavo.interfaces import CallPiece, Tool
 from octavo.plugins import KIND_OF_HOOK, discover
 from octavo.request import Request, SamplingParams
 from octavo.text.tokenizer import Tokenizer
@@ -173,6 +174,18 @@ def test_register_grammars(example: Example, tiny: Path) -> None:
     assert len(tokens) == 5 and tokens[-1] == 2 and set(tokens[:4]) <= set(digits)
     with pytest.raises(AdmissionRefused, match=r"a pattern such as \[0-9\]\{4\} is needed, got json_object"):
         built.add(Request(id="other", prompt=[9], params=SamplingParams(grammar=Grammar.json_object())))
+
+
+def test_register_tool_parsers(example: Example, tiny: Path) -> None:
+    found = catalog(example("register_tool_parsers"))
+    assert chosen(engine(tiny, found, tool_call_parser="slashes"), "tool_parser") == "slashes"
+    made = found.resolve("tool_parser", Needs("tool_parser", Device()), "slashes").create(None)
+    parser = made.parser(["add"], most=None)
+    said = [parser.feed(piece) for piece in ("Sure.\n/ad", 'd {"a": 1', ', "b": 2}\n', "/sub {}\nDone.")]
+    assert "".join(text for text, _ in [*said, parser.end()]) == "Sure.\n/sub {}\nDone."
+    assert [piece for _, pieces in said for piece in pieces] == [CallPiece(0, "add", '{"a": 1, "b": 2}')]
+    calls = made.grammar([Tool("add")], many=False, free=False)
+    assert (calls.calls[0].begin, calls.calls[0].end, calls.many) == ("/add ", "\n", False)
 
 
 def test_engine_ready(example: Example, tiny: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from tests.server.harness import ADMIN_KEY, API_KEYS, SMALL_KEY, Server
@@ -49,6 +50,26 @@ def server(long_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running.ready()
     finally:
         running.stop()
+
+
+@pytest.fixture(scope="session")
+def demo_server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model with a template that knows tools, which its own does not."""
+    template = Path(__file__).parents[2] / "examples" / "chatml_tools.jinja"
+    flags = ("--max-model-len", "1024", "--max-num-seqs", "16", "--num-gpu-blocks-override", "400", "--block-size", "16")
+    tools = ("--chat-template", str(template), "--tool-call-parser", "hermes", "--enable-auto-tool-choice")
+    log = tmp_path_factory.mktemp("demo") / "log"
+    running = Server(demo_path, log, *flags, *tools, "--api-key", API_KEYS[0], "--admin-api-key", ADMIN_KEY)
+    try:
+        yield running.ready()
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="session")
+def demo_client(demo_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=demo_server.url + "/v1", api_key=API_KEYS[0], max_retries=0, timeout=120) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema_rs
@@ -17,36 +16,19 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.server.harness import ADMIN_KEY, API_KEYS, NAME, Server
+from tests.server.harness import NAME, Server
 
 pytest.importorskip("llguidance")
 
-FLAGS = (
-    "--max-model-len",
-    "1024",
-    "--max-num-seqs",
-    "16",
-    "--num-gpu-blocks-override",
-    "400",
-    "--block-size",
-    "16",
-)
+
+@pytest.fixture(scope="module")
+def server(demo_server: Server) -> Server:
+    return demo_server
 
 
 @pytest.fixture(scope="module")
-def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("demo") / "log"
-    running = Server(demo_path, log, *FLAGS, "--api-key", API_KEYS[0], "--admin-api-key", ADMIN_KEY)
-    try:
-        yield running.ready()
-    finally:
-        running.stop()
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key=API_KEYS[0], max_retries=0, timeout=120) as client:
-        yield client
+def client(demo_client: openai.OpenAI) -> openai.OpenAI:
+    return demo_client
 
 
 def said(text: str) -> Any:

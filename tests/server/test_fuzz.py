@@ -116,4 +116,4 @@ def test_the_document_is_whole() -> None:
     assert chat["additionalProperties"] is False and chat["required"] == ["messages"]
     assert {"minimum": 0.0, "maximum": 1.0, "type": "number"} in chat["properties"]["top_p"]["anyOf"]
     assert {"minimum": -(2**63), "maximum": 2**63 - 1, "type": "integer"} in chat["properties"]["seed"]["anyOf"]
-    assert "`tools`" in chat["description"]
+    assert "`functions`" in chat["description"] and "tools" in chat["properties"]

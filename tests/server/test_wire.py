@@ -77,9 +77,8 @@ def test_an_unknown_field_inside_a_message_is_named_with_its_place() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
         ("guided_decoding_backend", "xgrammar"),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),

@@ -144,6 +144,21 @@ def register_grammars() -> list[Provider]:
     ]
 
 
+@hookimpl
+def register_tool_parsers() -> list[Provider]:
+    formats = {
+        "hermes": ("Hermes", "<tool_call> around JSON: Hermes, Qwen"),
+        "llama3_json": ("Llama3Json", "JSON with parameters: Llama 3.1 to 3.3"),
+        "deepseek_v3": ("DeepSeekV3", "DeepSeek V3 and R1"),
+        "deepseek_v31": ("DeepSeekV31", "DeepSeek V3.1 and later"),
+        "json": ("Json", "JSON with arguments, for models of no format of their own"),
+    }
+    return [
+        Provider(name, "tool_parser", f"octavo.text.tool_formats:{load}", priority=int(name == "json"), summary=summary)
+        for name, (load, summary) in formats.items()
+    ]
+
+
 def accepts_torch_attention(needs: Needs, options: Any) -> Accept | Reject:
     """Any device, any shape, any block size; small blocks on a CPU, larger ones where launches cost more."""
     kinds = ("full", "window", "latent")

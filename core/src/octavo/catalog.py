@@ -22,7 +22,7 @@ from octavo.wording import complaints, hint, normalise
 CONTRACT = 1
 """Version of the plugin contract that this core implements; a Provider states the one it was written for."""
 
-Kind = Literal["allocator", "scheduler", "attention", "quantizer", "model", "operators", "executor", "grammar"]
+Kind = Literal["allocator", "scheduler", "attention", "quantizer", "model", "operators", "executor", "grammar", "tool_parser"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 

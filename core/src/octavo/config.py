@@ -37,6 +37,12 @@ class EngineConfig(_Config):
     revision: str | None = _field(None, "Branch, tag or commit of a hub id.", group="model")
     tokenizer: str | None = _field(None, "Folder or hub id of the tokenizer, if not the model's.", group="model")
     chat_template: str | None = _field(None, "File with a Jinja chat template, instead of the model's.", group="model")
+    enable_auto_tool_choice: bool = _field(False, "Let the model decide whether to call tools (tool_choice auto).", group="model")
+    tool_call_parser: str = _field(
+        "json",
+        "How the model writes calls of tools: hermes, llama3_json, deepseek_v3, deepseek_v31, json, or a plugin's.",
+        group="model",
+    )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = _field(
         "auto", "Format of the weights; `dummy` fills them with random values.", group="model"
     )

@@ -61,5 +61,10 @@ def register_grammars() -> list[Provider]:  # type: ignore[empty-body]
 
 
 @hookspec
+def register_tool_parsers() -> list[Provider]:  # type: ignore[empty-body]
+    """How a family of models writes calls of functions: `octavo.interfaces.ToolFormat`."""
+
+
+@hookspec
 def engine_ready(engine: object) -> None:
     """Called once in the engine's process after the build, for observers."""

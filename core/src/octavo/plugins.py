@@ -37,6 +37,7 @@ KIND_OF_HOOK: dict[str, Kind] = {
     "register_operators": "operators",
     "register_executors": "executor",
     "register_grammars": "grammar",
+    "register_tool_parsers": "tool_parser",
 }
 
 

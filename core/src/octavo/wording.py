@@ -13,8 +13,8 @@ ONE_DEVICE = "a model runs on one device (more devices: a server for each, behin
 NOT_SERVED: Mapping[str, str] = {
     "data_parallel_size": ONE_DEVICE,
     "distributed_executor_backend": ONE_DEVICE,
-    "tool_call_parser": "there is no tool calling yet",
-    "enable_auto_tool_choice": "there is no tool calling yet",
+    "structured_outputs_config": "--grammar-backend names what enforces schemas, and --plugins has its options",
+    "guided_decoding_backend": "--grammar-backend names what enforces schemas",
     "reasoning_parser": "a model's reasoning is part of its text",
     "enable_lora": "there are no adapters (merge them into a checkpoint)",
     "speculative_config": "every token is drawn from the model itself",

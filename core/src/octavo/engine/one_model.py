@@ -15,6 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from octavo.cache.prefix import PUBLIC
+from octavo.catalog import Device, Needs
 from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.client import STOP_SECONDS, EngineProcess
@@ -24,7 +25,9 @@ from octavo.engine.prefixes import Prefix, Warmed, read_prefixes
 from octavo.engine.streams import Prompt, Stream, prompt_parts
 from octavo.engine.totals import Totals
 from octavo.errors import Aborted, AdmissionRefused, ConfigError, EngineDead, LoadError, RequestError
+from octavo.interfaces import ToolFormat
 from octavo.model.source import ModelSource, resolve_source
+from octavo.plugins import discover
 from octavo.request import EngineStats, Event, Events, ModelInfo, Request, SamplingParams, check_request
 from octavo.text.chat import Messages, compile_template, render_chat
 from octavo.text.output import OutputProcessor, RequestOutput
@@ -61,6 +64,14 @@ def _tokenizer(source: ModelSource, config: EngineConfig) -> Tokenizer:
     return tokenizer
 
 
+def _tool_format(config: EngineConfig) -> ToolFormat:
+    """How the model writes calls of tools. Raises PluginError, ConfigError."""
+    found: ToolFormat = (
+        discover(config.plugins).resolve("tool_parser", Needs("tool_parser", Device()), config.tool_call_parser).create(None)
+    )
+    return found
+
+
 class OneModel:
     """Made by `start`; one event loop only.
 
@@ -74,6 +85,7 @@ class OneModel:
     ) -> None:
         self.config, self.source = config, source
         self.tokenizer: Tokenizer
+        self.tool_format: ToolFormat
         self.info: ModelInfo
         self._totals = Totals(EngineStats())
         self.alive, self.draining = False, False
@@ -114,6 +126,7 @@ class OneModel:
         starting = asyncio.create_task(llm._engine.start(resolved, on_progress))
         try:
             llm.tokenizer = await asyncio.to_thread(_tokenizer, source, config)
+            llm.tool_format = await asyncio.to_thread(_tool_format, config)
             if isinstance(
                 size := source.config.get("vocab_size"), int
             ):  # seen before the weights are read, where the config says it

@@ -99,6 +99,7 @@ class Plan:
     executor: Decision
     operators: OperatorDecision
     grammar: Decision
+    tool_parser: Decision
     elastic: PoolRange | None = None
     host_slots: int = 0
     spread_keys: bool = False
@@ -124,6 +125,7 @@ class Plan:
             "scheduler": self.scheduler,
             "executor": self.executor,
             "grammar": self.grammar,
+            "tool_parser": self.tool_parser,
         }
 
     def explain(self) -> dict[str, Any]:
@@ -167,6 +169,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     policy = {"policy": config.scheduling_policy, "chunked_prefill": config.enable_chunked_prefill}
     scheduler = catalog.resolve("scheduler", needs("scheduler", **policy), config.scheduler)
     executor = catalog.resolve("executor", needs("executor", devices=1), config.executor)
+    tool_parser = catalog.resolve("tool_parser", needs("tool_parser"), config.tool_call_parser)
     quantizer = _quantizer(config, catalog, source, architecture, needs)
     kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype, quantizer.accept.preferences.get("kv_cache_dtype"))
     model = catalog.resolve("model", needs("model", architecture=architecture, config=source.config), config.model_adapter)
@@ -236,6 +239,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         scheduler=scheduler,
         executor=executor,
         operators=catalog.resolve_operators(needs("operators", architecture=architecture, hidden_size=facts.hidden_size)),
+        tool_parser=tool_parser,
         grammar=catalog.resolve("grammar", needs("grammar", vocab_size=facts.vocab_size), config.grammar_backend),
         why=why,
     )

@@ -38,6 +38,7 @@ from octavo.interfaces.models import (
 )
 from octavo.interfaces.scheduling import Allocator, AllocatorParts, Scheduler, SchedulerParts, Usage
 from octavo.interfaces.step import SharedPrefix, Step, StepHost
+from octavo.interfaces.tools import CallPiece, Said, Tool, ToolFormat, ToolParser
 from octavo.interfaces.weights import (
     Activation,
     Experts,
@@ -64,6 +65,7 @@ __all__ = [
     "AttentionParts",
     "BoundGroup",
     "CacheLayout",
+    "CallPiece",
     "CanonicalNames",
     "Constraint",
     "Executor",
@@ -93,6 +95,7 @@ __all__ = [
     "QuantizerParts",
     "Routing",
     "Runner",
+    "Said",
     "Scheduler",
     "SchedulerParts",
     "SharedPrefix",
@@ -101,6 +104,9 @@ __all__ = [
     "Step",
     "StepHost",
     "StepVariants",
+    "Tool",
+    "ToolFormat",
+    "ToolParser",
     "Usage",
     "Weights",
 ]

@@ -16,6 +16,7 @@ from octavo.server.clients import frame
 from octavo.server.generation import Job
 from octavo.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, prompt_offsets
 from octavo.server.protocol import ChatRequest, CompletionRequest
+from octavo.server.tools import CallReading, Tooling
 from octavo.text.output import CompletionOutput, RequestOutput
 from octavo.text.tokenizer import Tokenizer
 
@@ -83,23 +84,46 @@ class ChatAnswer(_Answer):
 
     kind, piece, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        jobs: Sequence[Job],
+        tokenizer: Tokenizer,
+        body: ChatRequest,
+        tooling: Tooling | None = None,
+    ) -> None:
+        super().__init__(request_id, model, jobs, tokenizer, body)
+        self._tooling = tooling
+        self._calls: dict[int, CallReading] = {}  # by sample, of a stream
+
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         output = outputs[0]
         self._usage.add(0, output)
-        choices = [
-            {
-                "index": sample.index,
-                "message": {"role": "assistant", "content": sample.text, "refusal": None},
-                "logprobs": self._logprobs(sample),
-                "finish_reason": sample.finish_reason,
-                "stop_reason": sample.stop_reason,
-            }
-            for sample in output.outputs
-        ]
-        answer = self._whole(choices)
+        answer = self._whole([self._choice(sample) for sample in output.outputs])
         if output.prompt_token_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, output.prompt_token_logprobs)
         return answer
+
+    def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+        reading, finish = self._reading(), sample.finish_reason
+        if reading is not None:
+            content, calls = reading.whole(sample.text)
+            finish = reading.reason(finish)
+            message["content"] = content
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+        return {
+            "index": sample.index,
+            "message": message,
+            "logprobs": self._logprobs(sample),
+            "finish_reason": finish,
+            "stop_reason": sample.stop_reason,
+        }
+
+    def _reading(self) -> CallReading | None:
+        return None if self._tooling is None else self._tooling.reading()
 
     async def frames(self, deltas: Deltas) -> AsyncIterator[bytes]:
         head = b"".join(
@@ -108,19 +132,24 @@ class ChatAnswer(_Answer):
         )
         async for _, output in deltas:
             self._usage.add(0, output)
-            data = head + b"".join(self._chunk([self._delta(s)]) for s in output.outputs if _says_something(s))
+            choices = [self._delta(sample) for sample in output.outputs if _says_something(sample)]
+            data = head + b"".join(self._chunk([choice]) for choice in choices if _worth_a_chunk(choice))
             head = b""
             if data:
                 yield data
         yield self._last()
 
     def _delta(self, sample: CompletionOutput) -> dict[str, Any]:
-        choice = {
-            "index": sample.index,
-            "delta": {"content": sample.text} if sample.text else {},
-            "logprobs": self._logprobs(sample),
-            "finish_reason": sample.finish_reason,
-        }
+        delta: dict[str, Any] = {"content": sample.text} if sample.text else {}
+        finish = sample.finish_reason
+        if self._tooling is not None and self._tooling.offered:
+            reading = self._calls.get(sample.index) or self._tooling.reading()
+            assert reading is not None
+            self._calls[sample.index] = reading
+            content, calls = reading.delta(sample.text, ended=finish is not None)
+            delta = ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+            finish = reading.reason(finish)
+        choice = {"index": sample.index, "delta": delta, "logprobs": self._logprobs(sample), "finish_reason": finish}
         if sample.finish_reason is not None:
             choice["stop_reason"] = sample.stop_reason
         return choice
@@ -247,6 +276,11 @@ class GenerateAnswer:
 def _says_something(sample: CompletionOutput) -> bool:
     """Tokens whose text is still held back (half a character, the start of a stop string) wait for it."""
     return bool(sample.text or sample.token_logprobs or sample.finish_reason is not None)
+
+
+def _worth_a_chunk(choice: dict[str, Any]) -> bool:
+    """Text that may be the beginning of a call is not told before that is known."""
+    return bool(choice["delta"] or choice["logprobs"] or choice["finish_reason"])
 
 
 def _silent(sample: CompletionOutput) -> CompletionOutput:

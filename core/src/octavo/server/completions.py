@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -22,6 +23,7 @@ from octavo.server.responses_answer import ResponsesAnswer
 from octavo.server.responses_body import ResponsesRequest
 from octavo.server.runs import body_of, check_samples, raw_jobs, resolve, run
 from octavo.server.service import Service, State, principal
+from octavo.server.tools import Tooling
 from octavo.text.chat import render_chat
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -32,20 +34,30 @@ async def chat_completions(request: Request, state: State) -> Response:
     """Answer a conversation."""
     body = await body_of(request, state, ChatRequest)
     model = state.model(body.model)
+    tooling: Tooling | None = None
 
     async def prepare(llm: AsyncLLM) -> list[Job]:
+        nonlocal tooling
         params = body.to_params()
         check_samples(1, params)
+        tooling = body.tooling(llm, formed=params.grammar is not None)
+        if tooling is not None and tooling.offered:
+            special = params.skip_special_tokens and not tooling.format.control
+            params = msgspec.structs.replace(params, grammar=tooling.grammar, skip_special_tokens=special)
         ids = await asyncio.to_thread(
             render_chat,
             llm.tokenizer,
             conversation(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
+            tools=None if tooling is None else tooling.shown,
             template_kwargs=body.chat_template_kwargs,
         )
         return [Job(ids, None, resolve(ids, params, llm.info))]
 
-    return await run(request, state, body, prepare, lambda rid, jobs, llm: ChatAnswer(rid, model, jobs, llm.tokenizer, body))
+    def shape(request_id: str, jobs: list[Job], llm: AsyncLLM) -> ChatAnswer:
+        return ChatAnswer(request_id, model, jobs, llm.tokenizer, body, tooling)
+
+    return await run(request, state, body, prepare, shape)
 
 
 @router.post("/completions", openapi_extra=openapi.body(CompletionRequest))

@@ -26,6 +26,7 @@ from octavo.server.native_bodies import DetokenizeRequest, GenerateRequest, Toke
 from octavo.server.protocol import DEFAULT_COMPLETION_TOKENS, conversation
 from octavo.server.runs import body_of, raw_jobs, run
 from octavo.server.service import Service, State, principal
+from octavo.server.tools import template_tools
 from octavo.text.chat import render_chat
 
 router = APIRouter()
@@ -121,6 +122,7 @@ def _ids(llm: AsyncLLM, body: TokenizeRequest) -> list[int]:
         llm.tokenizer,
         conversation(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False,
+        tools=template_tools(body.tools, llm),
         template_kwargs=body.chat_template_kwargs,
     )
 

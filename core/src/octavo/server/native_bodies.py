@@ -9,7 +9,8 @@ from pydantic import FailFast, Field
 from octavo.request import SamplingParams
 from octavo.server.errors import ApiError
 from octavo.server.limits import MAX_MESSAGES
-from octavo.server.protocol import NO_TOOLS, Message, Prompt, Sampling
+from octavo.server.protocol import Message, Prompt, Sampling
+from octavo.server.tools import Tools
 from octavo.server.wire import Wire
 
 
@@ -37,7 +38,6 @@ class TokenizeRequest(Wire):
     """POST /tokenize, vLLM's shape: either `prompt` or `messages`."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        "tools": (([],), NO_TOOLS),
         "chat_template": ((), "templates are server configuration (--chat-template)"),
         "continue_final_message": ((False,), "an answer cannot be continued"),
     }
@@ -48,6 +48,7 @@ class TokenizeRequest(Wire):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools = None
     return_token_strs: bool | None = None
 
 

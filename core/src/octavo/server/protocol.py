@@ -18,11 +18,12 @@ from octavo.request import SamplingParams
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.formats import Formed, ResponseFormat
 from octavo.server.limits import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPTS
+from octavo.server.tools import Tooled
 from octavo.server.wire import Wire
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_DEADLINE = 86400  # seconds
-NO_TOOLS = "this server has no tool calling yet; remove the field"
+NO_TOOLS = "/v1/chat/completions has tools; here there are none"
 
 
 def _container(*kinds: type) -> BeforeValidator:
@@ -270,16 +271,12 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
     return [message.to_template(f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-class ChatRequest(_OpenAI):
+class ChatRequest(_OpenAI, Tooled):
     """POST /v1/chat/completions."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         **VLLM,
-        "tools": (([],), NO_TOOLS),
-        "tool_choice": (("none", "auto"), NO_TOOLS),
-        "parallel_tool_calls": ((True, False), NO_TOOLS),
-        "functions": (([],), NO_TOOLS),
-        "function_call": (("none", "auto"), NO_TOOLS),
+        **Tooled.refused,
         "modalities": ((["text"],), "only text can be produced"),
         "audio": ((), "there is no audio"),
         "prediction": ((), "there is no predicted output"),

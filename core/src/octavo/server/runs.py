@@ -127,7 +127,7 @@ def _about_form(error: Exception, body: Sampling) -> Exception:
     if not isinstance(error, AdmissionRefused) or error.code != "invalid_grammar":
         return error
     form = body.form() if isinstance(body, Formed) else None
-    param = form[0] if form else None
+    param = form[0] if form else "tools" if getattr(body, "tools", None) else None
     return ApiError(400, f"{param}: {error.message}" if param else error.message, param=param, code=error.code)
 
 

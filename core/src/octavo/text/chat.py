@@ -78,6 +78,11 @@ def render_text(
     return template.render(values, chars=chars)
 
 
+def takes_tools(tokenizer: Tokenizer) -> bool:
+    """Whether the model's template (its `tool_use` one, if it has one) shows tools to the model. Raises RequestError where there is none."""
+    return _template(tokenizer, True).reads("tools")
+
+
 def check_messages(messages: Messages) -> list[dict[str, Any]]:
     """Messages in the form that templates read: content is text (parts joined, null beside tool calls
     is empty), and the arguments of tool calls are objects. RequestError names the message and field."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -199,9 +199,14 @@ class ChatTemplate:
         self._environment = TemplateEnvironment()
         try:
             self._template = self._environment.from_string(source)
+            self._variables = meta.find_undeclared_variables(self._environment.parse(source))
         except (TemplateSyntaxError, SecurityError, RecursionError) as error:
             where = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             raise LoadError(f"the chat template does not compile: {where}{error}") from error
+
+    def reads(self, name: str) -> bool:
+        """Whether it looks at a variable of this name that it has not set itself."""
+        return name in self._variables
 
     def render(self, values: Mapping[str, Any], *, chars: int, seconds: float = SECONDS) -> str:
         """The text, a Tracked string where the client's text is part of it.
