@@ -7,18 +7,33 @@ from pathlib import Path
 import pytest
 import torch
 from octavo.engine import hugepages
-from octavo.engine.hugepages import HUGE, collapse_into_huge_pages
+from octavo.engine.hugepages import HUGE, collapse, collapse_in_background, worth_moving
 
 
 def test_memory_moves_and_values_stay() -> None:
     tensor = torch.arange(8 << 20, dtype=torch.int32)  # 32 MiB
     before = tensor.clone()
-    moved = collapse_into_huge_pages(16 << 20)
+    moved = collapse(worth_moving(16 << 20))
     if moved == 0:
         pytest.skip("this kernel gives no huge pages on demand")
     assert torch.equal(tensor, before)
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    assert int(rollup.split("AnonHugePages:")[1].split()[0]) > 0
+    assert _huge() > 0
+
+
+def test_it_is_done_behind_the_back_of_who_goes_on() -> None:
+    tensor = torch.arange(16 << 20, dtype=torch.int32)  # 64 MiB
+    before = tensor.clone()
+    thread = collapse_in_background()
+    if thread is None:
+        pytest.skip("this system allows no huge pages")
+    assert thread.daemon, "a process that ends does not wait for it"
+    thread.join(60)
+    assert not thread.is_alive() and torch.equal(tensor, before)
+
+
+def _huge() -> int:
+    """KiB of this process in huge pages."""
+    return int(Path("/proc/self/smaps_rollup").read_text().split("AnonHugePages:")[1].split()[0])
 
 
 def test_a_system_without_them_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +41,7 @@ def test_a_system_without_them_starts_all_the_same(monkeypatch: pytest.MonkeyPat
         raise FileNotFoundError(self)
 
     monkeypatch.setattr(hugepages.Path, "read_text", missing)
-    assert collapse_into_huge_pages() == 0
+    assert worth_moving() == [] and collapse_in_background() is None
 
 
 def test_only_whole_huge_pages_of_private_anonymous_memory_are_taken() -> None:

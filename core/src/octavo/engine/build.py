@@ -25,7 +25,7 @@ from octavo.decision import OperatorSet
 from octavo.engine.engine import Engine
 from octavo.engine.executor import ExecutorParts
 from octavo.engine.grammars import Grammars
-from octavo.engine.hugepages import collapse_into_huge_pages
+from octavo.engine.hugepages import collapse_in_background
 from octavo.engine.memory import MemoryWatch, PoolGovernor
 from octavo.engine.plan import Plan, plan_engine
 from octavo.engine.rehearsal import rehearse
@@ -83,7 +83,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     tell("model")
     model, layers, backend, operators = _model(plan, device, tell)
     if device.type == "cpu":
-        collapse_into_huge_pages()  # before the pool: untouched blocks must stay unbacked
+        collapse_in_background()  # asked for before the pool is there: untouched blocks must stay unbacked
     tell("memory")
     most = None if plan.elastic is None else plan.elastic.most
     pool = Pool(plan.groups, plan.layouts, plan.num_blocks, device, max_blocks=most)
