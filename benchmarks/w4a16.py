@@ -36,7 +36,7 @@ from octavo_quant_awq.kernels import (
 )
 from octavo_quant_awq.kernels.cuda_gemm import Shape
 from octavo_quant_awq.kernels.limits import NARROW_ROWS, RING_ROWS, SPLIT_ROWS, STATIONARY_ROWS, WARPGROUP_ROWS
-from octavo_quant_awq.kernels.narrow_gemm import NarrowShape, Operands
+from octavo_quant_awq.kernels.narrow_gemm import NarrowShape
 from octavo_quant_awq.kernels.ring_gemm import RingShape
 from octavo_quant_awq.kernels.split_gemm import SplitShape
 from octavo_quant_awq.kernels.stationary_gemm import StationaryShape
@@ -91,7 +91,7 @@ def measure(op: Op, count: int, rest: float = 0) -> float:
 def older_op(w: Weights, x: Tensor, shape: Shape) -> Op:
     call = older_function(len(x), shape)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: cuda_gemm.launch(call, shape, cuda_gemm.token_tiles(len(x)), *w.tensors(i), x, None, out, 1)
+    return lambda i: cuda_gemm.launch(call, shape, cuda_gemm.token_tiles(len(x)), w.tensors(i), x, None, out, 1)
 
 
 def older_function(m: int, shape: Shape) -> Any:
@@ -101,26 +101,26 @@ def older_function(m: int, shape: Shape) -> Any:
 def narrow_op(w: Weights, x: Tensor, shape: NarrowShape) -> Op:
     call = narrow_gemm.function(VARIANT, narrow_gemm.held(len(x)), shape, w.k, x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: narrow_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
+    return lambda i: narrow_gemm.launch(call, shape, w.tensors(i), x, None, out, 1)
 
 
 def split_op(w: Weights, x: Tensor, shape: SplitShape) -> Op:
     call = split_gemm.function(VARIANT, shape, w.k, x.device)
     meeting = split_gemm.Meeting(w.n, [shape], x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: split_gemm.launch(call, shape, meeting, *w.tensors(i), x, None, out, 1)
+    return lambda i: split_gemm.launch(call, shape, meeting, w.tensors(i), x, None, out, 1)
 
 
 def warpgroup_op(w: Weights, x: Tensor, shape: WarpgroupShape) -> Op:
     call = warpgroup_gemm.function(VARIANT, shape, x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: warpgroup_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
+    return lambda i: warpgroup_gemm.launch(call, shape, w.tensors(i), x, None, out, 1)
 
 
 def ring_op(w: Weights, x: Tensor, shape: RingShape) -> Op:
     call = ring_gemm.function(VARIANT, shape, x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: ring_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
+    return lambda i: ring_gemm.launch(call, shape, w.tensors(i), x, None, out, 1)
 
 
 def library_op(w: Weights, x: Tensor) -> Op:
@@ -152,7 +152,7 @@ def narrow_shape(m: int, n: int, k: int) -> NarrowShape | None:
 def stationary_op(w: Weights, x: Tensor, shape: StationaryShape) -> Op:
     call = stationary_gemm.function(VARIANT, shape, x.device)
     out = torch.empty(len(x), w.n, dtype=x.dtype, device="cuda")
-    return lambda i: stationary_gemm.launch(call, shape, *w.tensors(i), x, None, out, 1)
+    return lambda i: stationary_gemm.launch(call, shape, w.tensors(i), x, None, out, 1)
 
 
 def stationary_shape(m: int, n: int, k: int) -> StationaryShape | None:
@@ -270,10 +270,8 @@ def narrow_candidates(m: int, n: int, k: int) -> list[NarrowShape]:
         return []
     found = {default}
     warps = (4, 6, 8, 12, 16) if default.warps_n == 1 else (1, 2, 3, 4)
-    for warps_k, stages, operands in itertools.product(warps, (1, 2, 3, 4), Operands):
-        shape = replace(default, warps_k=warps_k, stages=stages, operands=operands)
-        if operands is Operands.SCALED and default.warps_n == 1:
-            continue
+    for warps_k, stages in itertools.product(warps, (1, 2, 3, 4)):
+        shape = replace(default, warps_k=warps_k, stages=stages)
         if shape.taken(VARIANT, narrow_gemm.held(m), k) <= narrow_gemm.MOST:
             found.add(shape)
     return sorted(found, key=str)

@@ -108,40 +108,98 @@ def test_both_kernels_at_the_shapes_of_models(inputs: int, outputs: int, kernel:
     check_products(matrix, weight, (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 512, 1025, 3584, 3585, 4096))
 
 
+VARIANTS = [  # group, dtype, scales' dtype, zero points, bias
+    (32, "bfloat16", "float16", True, False),
+    (64, "float16", "float16", False, True),
+    (128, "bfloat16", "float16", True, False),
+    (128, "bfloat16", "bfloat16", False, True),
+    (128, "float16", "float16", True, False),
+    (-1, "bfloat16", "float16", True, True),
+]
+
+
+def random_matrix(
+    inputs: int, outputs: int, group: int, dtype: str, scale_dtype: str, zeros: bool, bias: bool
+) -> tuple[GpuMatrix, torch.Tensor, torch.Tensor]:
+    """A matrix of random integers, its weights in float64 and its bias, a zero without one."""
+    from octavo_quant_awq.gpu import GpuMatrix
+    from octavo_quant_awq.packing import Grouped
+
+    group, kind = inputs if group < 0 else group, getattr(torch, dtype)
+    q = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    s = (torch.rand(outputs, inputs // group, device="cuda") * 0.01 + 0.001).to(getattr(torch, scale_dtype))
+    z = torch.randint(0, 16, s.shape, dtype=torch.uint8, device="cuda") if zeros else None
+    matrix = GpuMatrix(outputs, inputs, group, zeros=zeros, bias=bias, dtype=kind, device=torch.device("cuda", 0), kernel="cuda")
+    matrix.put_q(0, q)
+    matrix.put_scales(0, s)
+    shift = torch.randn(outputs, device="cuda").to(kind) if bias else torch.zeros((), device="cuda")
+    if z is not None:
+        matrix.put_zeros(0, z)
+    if bias:
+        matrix.put_bias(0, shift)
+    matrix.finish()
+    return matrix, Grouped(q, s, z, group).dequantised(torch.float64), shift.double()
+
+
+def check_few_rows(matrix: GpuMatrix, weight: torch.Tensor, shift: torch.Tensor, dtype: str, counts: tuple[int, ...]) -> None:
+    """Products with so many rows, each row right by itself: one with outliers, one of small numbers; the same twice."""
+    kind, (outputs, inputs) = getattr(torch, dtype), weight.shape
+    for rows in counts:
+        x = torch.randn(rows, inputs, device="cuda")
+        x[0, ::97] *= 1e4
+        x[-1] *= 1e-6
+        x = x.to(kind)
+        right = x.double() @ weight.T + shift
+        found = matrix(x)
+        smallest = float(torch.finfo(kind).smallest_normal * torch.finfo(kind).eps)
+        allowed = 2.6e-3 * right.norm(dim=1) + smallest * outputs**0.5
+        errors = (found.double() - right).norm(dim=1)
+        assert (errors <= allowed).all(), f"{rows} rows: off by {(errors / right.norm(dim=1)).tolist()}"
+        assert torch.equal(found, matrix(x))
+
+
 @pytest.mark.parametrize(("inputs", "group"), [(1056, 32), (1088, 64), (1152, 128), (4096, 128), (4096, -1)])
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("bfloat16", "float16"), ("bfloat16", "bfloat16"), ("float16", "float16")])
 @pytest.mark.parametrize(("zeros", "bias"), [(True, False), (False, True)])
 def test_products_whose_x_stands_in_registers(
     inputs: int, group: int, dtype: str, scale_dtype: str, zeros: bool, bias: bool
 ) -> None:
-    """Every variant of stationary.cu: groups of a block and less, a cut last block, warps without one, outputs that fill no tile; the same twice."""
-    from octavo_quant_awq.gpu import GpuMatrix
-    from octavo_quant_awq.packing import Grouped
-
-    outputs, group = 11272, inputs if group < 0 else group
-    q = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
-    s = (torch.rand(outputs, inputs // group, device="cuda") * 0.01 + 0.001).to(getattr(torch, scale_dtype))
-    z = torch.randint(0, 16, s.shape, dtype=torch.uint8, device="cuda") if zeros else None
-    matrix = GpuMatrix(
-        outputs, inputs, group, zeros=zeros, bias=bias, dtype=getattr(torch, dtype), device=torch.device("cuda", 0), kernel="cuda"
-    )
-    matrix.put_q(0, q)
-    matrix.put_scales(0, s)
-    shift = torch.randn(outputs, device="cuda").to(getattr(torch, dtype)) if bias else torch.zeros(())
-    if z is not None:
-        matrix.put_zeros(0, z)
-    if bias:
-        matrix.put_bias(0, shift)
-    matrix.finish()
+    """Every variant of stationary.cu: groups of a block and less, a cut last block, warps without one, outputs that fill no tile."""
+    matrix, weight, shift = random_matrix(inputs, 11272, group, dtype, scale_dtype, zeros, bias)
+    check_few_rows(matrix, weight, shift, dtype, (2, 5, 8, 9, 13, 16))
     assert set(matrix._few._standing) == {8, 16}  # type: ignore[union-attr]
-    weight = Grouped(q, s, z, group).dequantised(torch.float64)
-    for rows in (2, 5, 8, 9, 13, 16):
-        x = torch.randn(rows, inputs, device="cuda").to(getattr(torch, dtype))
-        right = x.double() @ weight.T + shift.double().to("cuda")
-        found = matrix(x)
-        error = float((found.double() - right).norm() / right.norm())
-        assert error < 2.6e-3, f"{rows} rows: off by {error:.1e}"
-        assert torch.equal(found, matrix(x))
+
+
+@pytest.mark.parametrize(("group", "dtype", "scale_dtype", "zeros", "bias"), VARIANTS)
+def test_products_whose_inputs_are_shared(group: int, dtype: str, scale_dtype: str, zeros: bool, bias: bool) -> None:
+    """Every variant of split.cu; a strip with one tile, so that a cluster has a block without weights."""
+    matrix, weight, shift = random_matrix(8192, 4112, group, dtype, scale_dtype, zeros, bias)
+    check_few_rows(matrix, weight, shift, dtype, tuple(range(2, 17)))
+    assert set(matrix._few._split_shapes) == {8, 16}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("group", "dtype", "scale_dtype", "zeros", "bias"), VARIANTS)
+def test_products_of_other_few_rows(group: int, dtype: str, scale_dtype: str, zeros: bool, bias: bool) -> None:
+    """narrow.cu with one row, and with more where stationary.cu serves not; ring.cu."""
+    matrix, weight, shift = random_matrix(1024, 2064, group, dtype, scale_dtype, zeros, bias)
+    check_few_rows(matrix, weight, shift, dtype, (1, 2, 4, 7, 8, 9, 16, 17, 32))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 11272), (8192, 4112)])
+@pytest.mark.parametrize("group", [64, 128])
+def test_large_and_other_numbers_in_x(inputs: int, outputs: int, group: int) -> None:
+    """Up to 2^62 products are right; what is infinite or no number in x leaves nothing finite in its row, and the other rows as they are."""
+    matrix, weight, _ = random_matrix(inputs, outputs, group, "bfloat16", "float16", True, False)
+    x = torch.randn(16, inputs, device="cuda").clamp(-3.9, 3.9)
+    x[3] *= 2.0**60
+    x = x.bfloat16()
+    right, found = x.double() @ weight.T, matrix(x)
+    errors = (found.double() - right).norm(dim=1) / right.norm(dim=1)
+    assert (errors < 4e-3).all(), f"off by {errors.tolist()}"
+    x[5, 7], x[6, 9] = float("inf"), float("nan")
+    other = matrix(x)
+    assert not other[5:7].isfinite().any()
+    assert torch.equal(other[:5], found[:5]) and torch.equal(other[7:], found[7:])
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)

@@ -21,6 +21,28 @@ typedef unsigned long long u64;
 #endif
 #define MINUS_ZERO 0x80008000u
 
+// Weights as operands by masks alone. Numbers of 16 bits up to twice the smallest normal one are as many times the smallest of all as their bits, read as an integer, say; they go
+// to 256 in bfloat16, whose smallest is 2^-133, and to 2048 in float16, 2^-24. So w & 0x000f000f holds two weights q and w & 0x00f000f0 two times 16 q, in units of the smallest
+// number. fma2 and the tensor cores take such operands exactly. Results are then in small units as well: sums of numbers(w) x have to be multiplied by FROM_NUMBERS, those of
+// centred(w) x by FROM_CENTRED.
+#if BF16
+#define EVEN 0x7f007f00u // 2^127 in either half
+#define ODD 0x7d007d00u // 2^123
+#define EVEN_X 0x5f805f80u // 2^64
+#define ODD_X 0x5d805d80u // 2^60
+#define ONE_EVEN 0x00010001u // the weight 1 as `numbers` makes it
+#define ONE_ODD 0x00100010u
+#define FROM_NUMBERS 0x1p69f
+#define FROM_CENTRED 0x1p6f
+#else
+#define EVEN 0x78007800u // 2^15
+#define ODD 0x68006800u // 2^11
+#define ONE_EVEN 0x00010001u
+#define ONE_ODD 0x00010001u
+#define FROM_NUMBERS 0x1p24f
+#define FROM_CENTRED 0x1p9f
+#endif
+
 __device__ __forceinline__ float widen(u32 bits, bool bf16) {
     if (bf16) return __uint_as_float(bits << 16);
     float f;
@@ -51,6 +73,41 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
     asm(FMA2 " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
+
+// The weights of a word in pairs: of even pairs q, of odd ones 16 q, in units of the smallest number.
+__device__ __forceinline__ void nibbles(u32 (&a)[4], u32 w) {
+    const u32 v = w >> 8;
+    a[0] = w & 0x000f000fu, a[1] = w & 0x00f000f0u, a[2] = v & 0x000f000fu, a[3] = v & 0x00f000f0u;
+}
+
+// The weights of a word as operands for x that `scaled` has made, or its sums.
+__device__ __forceinline__ void numbers(u32 (&a)[4], u32 w) {
+#if BF16
+    nibbles(a, w);
+#else // x of odd pairs divided by 16 could lose bits
+#pragma unroll
+    for (int p = 0; p < 4; p++) a[p] = w >> 4 * p & 0x000f000fu;
+#endif
+}
+
+// x of pair p for products with `numbers`. Bfloat16 is taken times 2^64, of odd pairs times 2^60, which loses nothing; numbers from 2^64 on become infinite, and what is infinite or no
+// number stays so.
+__device__ __forceinline__ u32 scaled(u32 x, int p) {
+#if BF16
+    return fma2(x, p % 2 ? ODD_X : EVEN_X, MINUS_ZERO);
+#else
+    return x;
+#endif
+}
+
+// The weights of a word as q - z, divided by FROM_CENTRED; minus: of minus_zero(z).
+__device__ __forceinline__ void centred(u32 (&a)[4], u32 w, u32 minus) {
+    nibbles(a, w);
+#pragma unroll
+    for (int p = 0; p < 4; p++) a[p] = fma2(a[p], p % 2 ? ODD : EVEN, minus);
+}
+
+__device__ __forceinline__ u32 minus_zero(u32 z) { return fma2(z * 0x10001u, EVEN | MINUS_ZERO, MINUS_ZERO); }
 
 // Four sums of one token, for outputs n to n + 3 of N, to where n lies in out.
 __device__ __forceinline__ void store_4(u16* to, const u16* bias, int n, int N, float4 sum) {

@@ -6,9 +6,10 @@
 // ROW_TILES KB in flight. The first begins, and scales and zero points with it, before the kernel that makes x has ended; the others once x has been asked for, which would
 // come after them. Sums are added up in a fixed order: results do not vary between runs.
 //
-// x: where WARPS_N is 1, every warp has a ring of it too and waits for no other; else the block reads all of it first.
+// x: where WARPS_N is 1, every warp has a ring of it too and waits for no other; else the block reads all of it first. Operands are the integers q; what zero points add too much is
+// subtracted from the products of a group, by its sum of x: that of a ring is made by the tensor cores, else it is made as x is read.
 //
-// Macros besides those of common.cuh and operands.cuh: TOKENS (1, or the most rows of x), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, SPLIT (0 or 1: products of a group
+// Macros besides those of common.cuh: TOKENS (1, or the most rows of x), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, SPLIT (0 or 1: products of a group
 // are summed in two chains, which takes registers), TAIL (K is no multiple of 128).
 
 #define THREADS (32 * WARPS_N * WARPS_K)
@@ -20,11 +21,34 @@
 #define X_SLOT (TOKENS * X_ROW)
 #define FIRST 1 // stages that begin before x
 #define CHUNKS (2 + ZEROS) // of 16 bytes, for scales and zero points of a tile
+#define COLUMNS (TOKENS == 1 ? 1 : 2) // tokens of which a lane has sums
+
+// Eight inputs, past L1: it may hold what lay there before the kernel in front wrote them.
+__device__ __forceinline__ uint4 load_8(const u16* p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+
+#if !X_RING
+// Chunk `c` of eight inputs, in as many lanes as its group has chunks, all of them in the call: scaled to `to`; and by the group's first lane to `minus` what zero points are multiplied by.
+__device__ __forceinline__ void keep_x(uint4 v, int c, bool stored, u32 to, u32 minus) {
+    const u32 w[4] = {v.x, v.y, v.z, v.w};
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum += widen(w[i] & 0xffff, BF16) + widen(w[i] >> 16, BF16);
+#pragma unroll
+    for (int d = 1; d < 16 / SUB; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    if (!stored) return;
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" :: "r"(to), "r"(scaled(v.x, c)), "r"(scaled(v.y, c)), "r"(scaled(v.z, c)), "r"(scaled(v.w, c)) : "memory");
+    if (c % (16 / SUB) == 0) asm volatile("st.shared.f32 [%0], %1;" :: "r"(minus), "f"(-sum / FROM_NUMBERS) : "memory");
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) narrow(
     const uint4* __restrict__ words, const uint4* __restrict__ scales, const uint4* __restrict__ zeros, const u16* x,
     const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, int x_stride, int group_step) {
-    extern __shared__ __align__(128) unsigned char memory[]; // rings of weights; scales; zero points; notes of scale_x; x
+    extern __shared__ __align__(128) unsigned char memory[]; // rings of weights; scales; zero points; minus the sums of groups of x; x
     __shared__ __align__(8) u64 barriers[WARPS_N * WARPS_K * STAGES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
@@ -33,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
     const u32 base = (u32)__cvta_generic_to_shared(memory);
     const u32 ring = base + warp * STAGES * SLOT, full = (u32)__cvta_generic_to_shared(barriers) + warp * STAGES * 8;
     const u32 scales_at = base + WARPS_N * WARPS_K * STAGES * SLOT, zeros_at = scales_at + blocks * SUB * TILES * 32;
-    const u32 notes_at = zeros_at + ZEROS * blocks * SUB * TILES * 16, x_at = notes_at + SCALED * blocks * SUB * TOKENS * 16;
+    const u32 sums_at = zeros_at + ZEROS * blocks * SUB * TILES * 16, x_at = sums_at + (X_RING ? 0 : (blocks * SUB * TOKENS * 4 + 15) / 16 * 16);
 
     launch_dependents();
     const int valid = max(0, min(ROW_TILES, tiles - mine)); // rows past the last tile keep whatever lies there: they are not written
@@ -95,7 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
 #else
     const u32 x_pitch = blocks * 256 + (TOKENS > 1 ? 16 : 0);
     const int chunks = blocks * 16; // of eight inputs
-#if SCALED
     for (int c = threadIdx.x; c - lane < chunks; c += THREADS) { // alike in all lanes
         uint4 v[TOKENS];
 #pragma unroll
@@ -106,29 +129,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
         if (c < THREADS) fetch_rest();
 #pragma unroll
         for (int m = 0; m < TOKENS; m++)
-            if (m < M) scale_x(v[m], c % 2, c < chunks, c % (16 / SUB) == 0, x_at + m * x_pitch + c * 16, notes_at + (c / (16 / SUB) * TOKENS + m) * 16);
+            if (m < M) keep_x(v[m], c, c < chunks, x_at + m * x_pitch + c * 16, sums_at + (c / (16 / SUB) * TOKENS + m) * 4);
     }
     if (warp * 32 >= chunks) fetch_rest(); // had no part of x
-#else
-    for (int m = 0; m < (TOKENS == 1 ? 1 : M); m++)
-        for (int c = threadIdx.x; c < chunks; c += THREADS) {
-            const bool inside = !TAIL || c * 8 < K;
-            copy_16(x_at + m * x_pitch + c * 16, x + (size_t)m * x_stride + (inside ? c * 8 : 0), inside);
-        }
-    fetch_rest();
-#endif
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     u32 row = x_at + warp_k * 256 + (TOKENS == 1 ? 0 : min(lane % 8, M - 1)) * x_pitch + lane / 8 * 16;
 #endif
 
-    u32 magic = MAGIC;
-    asm volatile("" : "+r"(magic)); // in a register once, not at each use
     float acc[ROW_TILES][4] = {};
     u32 scale_at = scales_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 32 + g * 4;
     u32 zero_at = zeros_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 16 + g * 2;
-#if SCALED
-    u32 note_at = notes_at + (warp_k * SUB * TOKENS + (TOKENS == 1 ? 0 : 2 * t)) * 16;
+#if !X_RING
+    u32 sum_at = sums_at + (warp_k * SUB * TOKENS + (TOKENS == 1 ? 0 : 2 * t)) * 4;
 #endif
     int s = 0, parity = 0;
 #pragma unroll 1
@@ -157,16 +170,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
                 zero[r] = ZEROS ? load_shared_2(zero_at + (u * TILES + r) * 16) : 0x0808;
             }
             float part[ROW_TILES][2][4] = {}; // [1] is used where SPLIT
-#if SUMS
+#if X_RING
             float total[2][4] = {}; // of x, in every row alike
 #endif
 #pragma unroll
             for (int i = u * 4 / SUB; i < (u + 1) * 4 / SUB; i++) {
                 if (i < 3) v[(i + 1) % 2] = ldmatrix(here + 64 * (i + 1));
+#if X_RING
+                const uint4 b = make_uint4(scaled(v[i % 2].x, 0), scaled(v[i % 2].y, 1), scaled(v[i % 2].z, 2), scaled(v[i % 2].w, 3));
+                mma(total[0], ONE_EVEN, ONE_EVEN, ONE_ODD, ONE_ODD, b.x, b.y);
+                mma(total[SPLIT], ONE_EVEN, ONE_EVEN, ONE_ODD, ONE_ODD, b.z, b.w);
+#else
                 const uint4 b = v[i % 2];
-#if SUMS
-                multiply(total[0], ONES, ONES, ONES, ONES, b.x, b.y);
-                multiply(total[SPLIT], ONES, ONES, ONES, ONES, b.z, b.w);
 #endif
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
@@ -175,46 +190,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
                     for (int h = 0; h < 2; h++) {
                         const uint4 four = word[r][h];
                         const u32 w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-#if SCALED
-                        a[h][0] = spread(w, magic), a[h][1] = spread_high(w, magic);
-                        a[h][2] = spread(w >> 8, magic), a[h][3] = spread_high(w >> 8, magic);
-#else
-#pragma unroll
-                        for (int p = 0; p < 4; p++) {
-                            a[h][p] = spread(w >> 4 * p, magic);
-                            if (CENTRED) a[h][p] = fma2(a[h][p], ONES, (MAGIC | MINUS_ZERO) + (h ? zero[r] >> 8 : zero[r] & 0xff) * 0x10001u);
-                        }
-#endif
+                        numbers(a[h], w);
                     }
-                    multiply(part[r][0], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
-                    multiply(part[r][SPLIT], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
+                    mma(part[r][0], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
+                    mma(part[r][SPLIT], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
                 }
                 if (i == 0) { // every lane has its words
                     __syncwarp();
                     if (lane == 0 && turn + STAGES < turns) fetch(s);
                 }
             }
-#if SCALED
-            uint4 note[TOKENS == 1 ? 1 : 2]; // of tokens 2 t and 2 t + 1
+            float minus[COLUMNS]; // the sums of x
 #pragma unroll
-            for (int e = 0; e < (TOKENS == 1 ? 1 : 2); e++) note[e] = load_shared_16(note_at + (u * TOKENS + e) * 16);
+            for (int e = 0; e < COLUMNS; e++)
+#if X_RING
+                minus[e] = -total[0][e] - (SPLIT ? total[1][e] : 0);
+#else
+                minus[e] = __uint_as_float(load_shared_4(sum_at + (u * TOKENS + e) * 4));
 #endif
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
                 const float low = widen(both[r] & 0xffffu, SCALE_BF16), high = widen(both[r] >> 16, SCALE_BF16);
-#if !CENTRED
                 const float below = zero[r] & 0xff, above = zero[r] >> 8;
-#endif
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     if (TOKENS == 1 && e % 2) continue; // of a token that is not there
-                    float sum = part[r][0][e] + (SPLIT ? part[r][1][e] : 0);
-#if SCALED
-                    const uint4 n = note[TOKENS == 1 ? 0 : e % 2];
-                    sum = sum * __uint_as_float(n.z) + __uint_as_float(n.x) + (e < 2 ? below : above) * __uint_as_float(n.y);
-#elif SUMS
-                    sum -= (OFFSET + (e < 2 ? below : above)) * (total[0][e % 2] + (SPLIT ? total[1][e % 2] : 0));
-#endif
+                    const float sum = part[r][0][e] + (SPLIT ? part[r][1][e] : 0) + (e < 2 ? below : above) * minus[e % COLUMNS];
                     acc[r][e] += (e < 2 ? low : high) * sum;
                 }
             }
@@ -226,8 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
         row += WARPS_K * 256;
 #endif
         scale_at += WARPS_K * SUB * TILES * 32, zero_at += WARPS_K * SUB * TILES * 16;
-#if SCALED
-        note_at += WARPS_K * SUB * TOKENS * 16;
+#if !X_RING
+        sum_at += WARPS_K * SUB * TOKENS * 4;
 #endif
         if (++s == STAGES) s = 0, parity ^= 1;
     }
@@ -249,6 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
             const float4 more = *(const float4*)(memory + offset + k * WARPS_N * STAGES * SLOT);
             sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
         }
+        sum.x *= FROM_NUMBERS, sum.y *= FROM_NUMBERS, sum.z *= FROM_NUMBERS, sum.w *= FROM_NUMBERS;
         store_4(out + (size_t)token * N + n, bias, n, N, sum);
     }
 }

@@ -7,13 +7,12 @@ graph is captured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file, header
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
 from octavo_quant_awq.kernels.variant import Variant
 
 PROCESSORS = 132
@@ -25,14 +24,6 @@ ALONE = 117 << 10
 multiprocessors that are free, and all wait for those: the products of a layer in a row took 52.6 us instead of 35.9."""
 
 
-class Operands(IntEnum):
-    """How weights become operands of the tensor cores: operands.cuh says."""
-
-    CENTRED = 0
-    SUMS = 1
-    SCALED = 2
-
-
 @dataclass(frozen=True, slots=True)
 class NarrowShape:
     """A block of the kernel: 16 * row_tiles outputs a warp, warps_n warps side by side, warps_k that share K; stages blocks of 128 inputs in flight a
@@ -42,7 +33,6 @@ class NarrowShape:
     warps_n: int
     warps_k: int
     stages: int
-    operands: Operands
 
     @property
     def rows(self) -> int:
@@ -63,8 +53,7 @@ class NarrowShape:
         weights = warps * self.stages * self.row_tiles * 1024 + blocks * variant.sub * self.rows * (2 + variant.zeros)
         if self.warps_n == 1:
             return weights + warps * self.stages * tokens * (256 + pad)
-        notes = blocks * variant.sub * 16 if self.operands is Operands.SCALED else 0
-        return weights + tokens * (blocks * 256 + pad + notes)
+        return weights + tokens * (blocks * 256 + pad) + -(-blocks * variant.sub * tokens * 4 // 16) * 16
 
 
 def _blocks(inputs: int) -> int:
@@ -82,13 +71,11 @@ def choose_shape(m: int, rows: int, inputs: int, variant: Variant) -> NarrowShap
     tiles, blocks = -(-rows // 16), _blocks(inputs)
     each = -(-tiles // (PROCESSORS * -(-tiles // (28 * PROCESSORS))))  # tiles a block, in as few waves of blocks as there can be
     if each <= 4:
-        shapes = [NarrowShape(each, 1, min(8 if m == 1 and blocks < 64 else 16, blocks), 2, Operands.SUMS)]
+        shapes = [NarrowShape(each, 1, min(8 if m == 1 and blocks < 64 else 16, blocks), 2)]
     else:
         warps_n = -(-each // 2)
         warps_k = max(1, min(4, 28 // warps_n, blocks))
-        shapes = [NarrowShape(2, warps_n, warps_k, 1, Operands.CENTRED)]
-        if m <= 4:
-            shapes.insert(0, NarrowShape(2, warps_n, warps_k, 2, Operands.SCALED))
+        shapes = [NarrowShape(2, warps_n, warps_k, stages) for stages in ((2, 1) if m <= 4 else (1,))]
     return next((shape for shape in shapes if shape.taken(variant, held(m), inputs) <= MOST), None)
 
 
@@ -97,20 +84,15 @@ def function(variant: Variant, tokens: int, shape: NarrowShape, inputs: int, dev
     """The compiled kernel for up to `tokens` rows of x (1: for one); the first call compiles."""
     defines = variant.defines | {
         "TAIL": int(variant.tail), "TOKENS": tokens, "ROW_TILES": shape.row_tiles, "WARPS_N": shape.warps_n, "WARPS_K": shape.warps_k,
-        "STAGES": shape.stages, "OPERANDS": int(shape.operands), "SPLIT": int(shape.split),
+        "STAGES": shape.stages, "SPLIT": int(shape.split),
     }  # fmt: skip
     shared = max(shape.taken(variant, tokens, inputs), ALONE)
-    module = compile_file("narrow.cu", defines, device, before=header("operands.cuh"))
+    module = compile_file("narrow.cu", defines, device)
     return CudaFunction(module, "narrow", threads=shape.threads, cluster=1, shared=shared, dependent=True)
 
 
 def launch(
-    call: CudaFunction, shape: NarrowShape, words: Tensor, scales: Tensor, zeros: Tensor | None, x: Tensor, bias: Tensor | None,
-    out: Tensor, group_step: int,
-) -> Tensor:  # fmt: skip
-    """out [M, N] = x [M, K] W^T + bias. x's rows must be dense and start at multiples of 16 bytes."""
-    (m, k), n = x.shape, out.shape[1]
-    pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0, x.data_ptr(),
-                bias.data_ptr() if bias is not None else 0, out.data_ptr())  # fmt: skip
-    call(-(-n // shape.rows), 1, pointers, (m, n, k, x.stride(0), group_step))
-    return out
+    call: CudaFunction, shape: NarrowShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
+) -> Tensor:
+    """As `multiply`."""
+    return multiply(call, -(-out.shape[1] // shape.rows), matrix, x, bias, out, group_step)

@@ -117,17 +117,17 @@ class CudaProduct:
         if not len(x):
             return out
         if not self._hopper:
-            return cuda_gemm.launch(*self._other(len(x)), *self._tensors, x, self._bias, out, self._step)
+            return cuda_gemm.launch(*self._other(len(x)), self._tensors, x, self._bias, out, self._step)
         if SPLIT_ROWS[0] <= len(x) <= SPLIT_ROWS[1] and split_gemm.held(len(x)) in self._split_shapes:
             assert self._meeting is not None
-            return split_gemm.launch(*self._split(len(x)), self._meeting, *self._tensors, x, self._bias, out, self._step)
+            return split_gemm.launch(*self._split(len(x)), self._meeting, self._tensors, x, self._bias, out, self._step)
         if STATIONARY_ROWS[0] <= len(x) <= STATIONARY_ROWS[1] and stationary_gemm.held(len(x)) in self._standing:
-            return stationary_gemm.launch(*self._stationary(len(x)), *self._tensors, x, self._bias, out, self._step)
+            return stationary_gemm.launch(*self._stationary(len(x)), self._tensors, x, self._bias, out, self._step)
         if len(x) <= NARROW_ROWS and narrow_gemm.held(len(x)) in self._held:
-            return narrow_gemm.launch(*self._narrow(len(x)), *self._tensors, x, self._bias, out, self._step)
+            return narrow_gemm.launch(*self._narrow(len(x)), self._tensors, x, self._bias, out, self._step)
         if len(x) <= self._ring_rows:
-            return ring_gemm.launch(*self._ring(len(x)), *self._tensors, x, self._bias, out, self._step)
-        return warpgroup_gemm.launch(*self._warpgroup(len(x)), *self._tensors, x, self._bias, out, self._step)
+            return ring_gemm.launch(*self._ring(len(x)), self._tensors, x, self._bias, out, self._step)
+        return warpgroup_gemm.launch(*self._warpgroup(len(x)), self._tensors, x, self._bias, out, self._step)
 
     def dequantise(self, out: Tensor, first: int) -> Tensor:
         """out [count, K]: that many rows of the weights from `first` on."""

@@ -120,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
     // This lane's words, scales and zero points of a stage, and the row of x that it names to ldmatrix. Of sixteen tokens and inputs: tokens 0-7 with
     // inputs 0-7 and 8-15, then tokens 8-15; of eight tokens, inputs 0-31.
     const int chunk = TOKENS == 8 ? lane / 8 : lane / 8 % 2, named = TOKENS == 8 ? lane % 8 : lane / 16 * 8 + lane % 8;
-    u32 magic = MAGIC, words_at = base + WORDS_AT + (tile * 64 + lane) * 16, scales_at = base + SCALES_AT + (tile * 8 + g) * 4;
+    u32 words_at = base + WORDS_AT + (tile * 64 + lane) * 16, scales_at = base + SCALES_AT + (tile * 8 + g) * 4;
     u32 zeros_at = base + ZEROS_AT + (tile * 8 + g) * 2, x_row = base + named * 128 + (chunk ^ lane % 8) * 16, barrier = full;
-    asm volatile("" : "+r"(magic), "+r"(words_at), "+r"(scales_at), "+r"(zeros_at), "+r"(x_row), "+r"(barrier)); // in registers once, not at each use
+    asm volatile("" : "+r"(words_at), "+r"(scales_at), "+r"(zeros_at), "+r"(x_row), "+r"(barrier)); // in registers once, not at each use
     int s = part, parity = 0;
 #pragma unroll 1
     for (int i = part; i < count; i += PARTS) {
@@ -135,11 +135,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
 #pragma unroll
         for (int u = 0; u < SUB; u++) {
             float sum[TILES][TOKENS / 8][4] = {};
-            u32 minus[TILES][2], later[2];
+            u32 minus[TILES][2], later[2], a[TILES][2][4]; // a: of 32 inputs, [row g or g + 8][pair of inputs]
 #pragma unroll
             for (int r = 0; r < TILES; r++) {
                 const u32 zero = ZEROS ? load_shared_2(zeros_at + stage + u * ROWS + r * 16) : 0x0808;
-                minus[r][0] = (MAGIC | MINUS_ZERO) + (zero & 0xff) * 0x10001u, minus[r][1] = (MAGIC | MINUS_ZERO) + (zero >> 8) * 0x10001u;
+                minus[r][0] = minus_zero(zero & 0xff), minus[r][1] = minus_zero(zero >> 8);
             }
 #pragma unroll
             for (int k = u * 8 / SUB; k < (u + 1) * 8 / SUB; k++) { // sixteen inputs
@@ -160,11 +160,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
                 }
 #pragma unroll
                 for (int r = 0; r < TILES; r++) {
-                    u32 a[4]; // rows g, g + 8, g, g + 8
+                    const int p = k % 2 * 2;
 #pragma unroll
-                    for (int e = 0; e < 4; e++) a[e] = fma2(spread(pick(word[r][e % 2], k / 2) >> 4 * (k % 2 * 2 + e / 2), magic), ONES, minus[r][e % 2]);
+                    for (int h = 0; h < 2; h++)
+                        if (p == 0) centred(a[r][h], pick(word[r][h], k / 2), minus[r][h]);
 #pragma unroll
-                    for (int j = 0; j < TOKENS / 8; j++) mma(sum[r][j], a[0], a[1], a[2], a[3], x[j][0], x[j][1]);
+                    for (int j = 0; j < TOKENS / 8; j++) mma(sum[r][j], a[r][0][p], a[r][1][p], a[r][0][p + 1], a[r][1][p + 1], x[j][0], x[j][1]);
                 }
             }
 #pragma unroll
@@ -188,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
 #pragma unroll
         for (int e = 0; e < TOKENS / 2; e++) {
             const int token = e / 4 * 8 + 2 * t + e % 2, row = n + e % 4 / 2 * 8;
-            if (token < M && row < N) out[(size_t)token * N + row] = narrow(sum[e] + (e % 4 < 2 ? low : high));
+            if (token < M && row < N) out[(size_t)token * N + row] = narrow(sum[e] * FROM_CENTRED + (e % 4 < 2 ? low : high));
         }
     };
     if (sets == 1) {

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file, tensor_map
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
 from octavo_quant_awq.kernels.variant import Variant, stage_bytes
 
 PROCESSORS = 132
@@ -91,12 +91,7 @@ def function(variant: Variant, shape: RingShape, device: torch.device) -> CudaFu
 
 
 def launch(
-    call: CudaFunction, shape: RingShape, words: Tensor, scales: Tensor, zeros: Tensor | None, x: Tensor, bias: Tensor | None,
-    out: Tensor, group_step: int,
-) -> Tensor:  # fmt: skip
-    """out [M, N] = x [M, K] W^T + bias. x's rows must be dense and start at multiples of 16 bytes."""
-    (m, k), n = x.shape, out.shape[1]
-    pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0,
-                bias.data_ptr() if bias is not None else 0, out.data_ptr())  # fmt: skip
-    call(shape.grid(n), 1, pointers, (m, n, k, group_step), first=tensor_map(x, (64, shape.tokens)))
-    return out
+    call: CudaFunction, shape: RingShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
+) -> Tensor:
+    """As `multiply`."""
+    return multiply(call, shape.grid(out.shape[1]), matrix, x, bias, out, group_step, box=shape.tokens)

@@ -118,8 +118,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
     u32 row[EIGHTS]; // of x, that this lane names to ldmatrix
 #pragma unroll
     for (int j = 0; j < EIGHTS; j++) row[j] = x_at + warp_k * 256 + min(8 * j + lane % 8, M - 1) * x_pitch + lane / 8 * 16;
-    u32 magic = MAGIC;
-    asm volatile("" : "+r"(magic)); // in a register once, not at each use
     float acc[ROW_TILES][EIGHTS][4] = {};
     u32 scale_at = scales_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 32 + g * 4;
     u32 zero_at = zeros_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 16 + g * 2;
@@ -138,11 +136,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
         for (int j = 0; j < EIGHTS; j++) v[0][j] = ldmatrix(row[j]);
 #pragma unroll
         for (int u = 0; u < SUB; u++) {
-            u32 both[ROW_TILES], zero[ROW_TILES]; // scales and zero points of rows g (low half) and g + 8
+            u32 both[ROW_TILES], minus[ROW_TILES][2]; // scales of rows g (low half) and g + 8, and what centres their weights
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
                 both[r] = load_shared_4(scale_at + (u * TILES + r) * 32);
-                zero[r] = ZEROS ? load_shared_2(zero_at + (u * TILES + r) * 16) : 0x0808;
+                const u32 zero = ZEROS ? load_shared_2(zero_at + (u * TILES + r) * 16) : 0x0808;
+                minus[r][0] = minus_zero(zero & 0xff), minus[r][1] = minus_zero(zero >> 8);
             }
             float sums[ROW_TILES][EIGHTS][2][4] = {}; // [1] is used where SPLIT
 #pragma unroll
@@ -157,8 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
                     for (int h = 0; h < 2; h++) {
                         const uint4 four = word[r][h];
                         const u32 w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-#pragma unroll
-                        for (int p = 0; p < 4; p++) a[h][p] = fma2(spread(w >> 4 * p, magic), ONES, (MAGIC | MINUS_ZERO) + (h ? zero[r] >> 8 : zero[r] & 0xff) * 0x10001u);
+                        centred(a[h], w, minus[r][h]);
                     }
 #pragma unroll
                     for (int j = 0; j < EIGHTS; j++) {
@@ -236,6 +234,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
                 store_l2(of_strip + k * (TOKENS * TILES * 4) + e, make_float4(nothing, nothing, nothing, nothing));
                 total.x += more[k].x, total.y += more[k].y, total.z += more[k].z, total.w += more[k].w;
             }
-        store_4(out + (size_t)token * N + n, bias, n, N, make_float4(total.x + sum.x, total.y + sum.y, total.z + sum.z, total.w + sum.w));
+        total.x = FROM_CENTRED * (total.x + sum.x), total.y = FROM_CENTRED * (total.y + sum.y);
+        total.z = FROM_CENTRED * (total.z + sum.z), total.w = FROM_CENTRED * (total.w + sum.w);
+        store_4(out + (size_t)token * N + n, bias, n, N, total);
     }
 }

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
 from octavo_quant_awq.kernels.narrow_gemm import ALONE, MOST, PROCESSORS
 from octavo_quant_awq.kernels.variant import Variant
 
@@ -93,12 +93,16 @@ class Meeting:
 
 
 def launch(
-    call: CudaFunction, shape: SplitShape, meeting: Meeting, words: Tensor, scales: Tensor, zeros: Tensor | None, x: Tensor, bias: Tensor | None,
-    out: Tensor, group_step: int,
-) -> Tensor:  # fmt: skip
-    """out [M, N] = x [M, K] W^T + bias. x's rows must be dense and start at multiples of 16 bytes."""
-    (m, k), n = x.shape, out.shape[1]
-    pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0, x.data_ptr(),
-                bias.data_ptr() if bias is not None else 0, out.data_ptr(), meeting.partial.data_ptr())  # fmt: skip
-    call(shape.strips(n) // PAIR, 1, pointers, (m, n, k, x.stride(0), group_step), y=PARTS * PAIR)
-    return out
+    call: CudaFunction,
+    shape: SplitShape,
+    meeting: Meeting,
+    matrix: Matrix,
+    x: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    group_step: int,
+) -> Tensor:
+    """As `multiply`."""
+    return multiply(
+        call, shape.strips(out.shape[1]) // PAIR, matrix, x, bias, out, group_step, y=PARTS * PAIR, more=(meeting.partial,)
+    )

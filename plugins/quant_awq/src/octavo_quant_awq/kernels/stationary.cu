@@ -9,8 +9,8 @@
 //
 // Only the first tile is asked for before the kernel that makes x has ended, and the next ones after x: what stands in line for memory before x delays it, and with it everything.
 //
-// Operands are integers that tensor cores sum exactly. Where a group is a block of inputs, they are offset + q, and what offset and zero point add too much is subtracted from the
-// products, by sums of x; sums of more groups have no room in registers, and there both are subtracted from every weight.
+// Operands are integers that tensor cores sum exactly. Where a group is a block of inputs, they are q, and what zero points add too much is subtracted from the products, by sums of
+// x; sums of more groups have no room in registers, and there zero points are subtracted from every weight.
 //
 // Macros besides those of common.cuh: TOKENS (8 or 16: the most rows of x), TILES, WARPS, TURNS, STAGES, UNEVEN (not every warp has TURNS blocks), TAIL (K is no multiple of
 // 128).
@@ -18,6 +18,7 @@
 #define THREADS (32 * WARPS)
 #define COLUMNS (TOKENS / 8)
 #define SUMS (SUB == 1)
+#define BACK (SUMS ? FROM_NUMBERS : FROM_CENTRED)
 #define PAIR (UNEVEN || TURNS % 2 ? 1 : 2) // blocks of inputs whose instructions are mixed
 #define LAG (TILES > 3 ? 2 : 1)
 #define SLOT (TURNS * 1024)
@@ -85,16 +86,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
     }
     __syncthreads();
 
+    // A lane's chunks of 16 bytes of a block of x: of rows 2 c + lane / 16, and past the last row of that one again, whose products nobody reads. Addresses are ready when the wait
+    // is over: every instruction after it delays x.
+    const int part = lane % 16;
+    const u16* from_x[TOKENS / 2];
+    u32 to_x[4]; // of rows 8 to 15, 1024 bytes further
+#pragma unroll
+    for (int c = 0; c < TOKENS / 2; c++) {
+        from_x[c] = x + (size_t)min(2 * c + lane / 16, M - 1) * x_stride + block0 * 128 + part * 8;
+        asm volatile("" : "+l"(from_x[c]));
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        to_x[c] = mine + part / 8 * X_HALF + (2 * c + lane / 16) * 128 + (part % 8 ^ 2 * c + lane / 16) * 16;
+        asm volatile("" : "+r"(to_x[c]));
+    }
     wait_for_previous(); // weights are written by no step; x is, by the kernel before
 #pragma unroll
     for (int b = 0; b < TURNS; b++) {
-        const int part = lane % 16, k = (block0 + b) * 128 + part * 8;
+        const bool inside = !UNEVEN && !TAIL || (block0 + b) * 128 + part * 8 < K;
 #pragma unroll
-        for (int c = 0; c < TOKENS / 2; c++) {
-            const int token = 2 * c + lane / 16;
-            const bool inside = token < M && (!UNEVEN && !TAIL || k < K);
-            copy_16(mine + b * X_BLOCK + part / 8 * X_HALF + token * 128 + (part % 8 ^ token % 8) * 16, x + (inside ? (size_t)token * x_stride + k : 0), inside);
-        }
+        for (int c = 0; c < TOKENS / 2; c++) copy_16(to_x[c % 4] + c / 4 * 1024 + b * X_BLOCK, inside ? from_x[c] + b * 128 : x, inside);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
     if (lane == 0)
@@ -116,16 +128,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
             for (int i = 0; i < 4; i++) {
                 const uint4 v = ldmatrix((x_row + b * X_BLOCK ^ i % 2 * 64) + i / 2 * X_HALF + j * 1024);
                 held[b][j][i][0] = v.x, held[b][j][i][1] = v.y, held[b][j][i][2] = v.z, held[b][j][i][3] = v.w;
-            }
 #if SUMS
-            float total[4] = {}; // in every row alike
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int p = 0; p < 4; p += 2) mma(total, ONES, ONES, ONES, ONES, held[b][j][i][p], held[b][j][i][p + 1]);
-            minus[b][j][0] = -total[0], minus[b][j][1] = -total[1];
+                for (int p = 0; p < 4; p++) held[b][j][i][p] = scaled(held[b][j][i][p], p);
 #endif
+            }
         }
+#if SUMS
+        float total[2][4] = {}; // of tokens g and g + 8, in every column alike: x as left operand, times ones
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int p = 0; p < 4; p += 2) {
+                const u32 high = COLUMNS == 2 ? held[b][COLUMNS - 1][i][p] : 0, more = COLUMNS == 2 ? held[b][COLUMNS - 1][i][p + 1] : 0;
+                mma(total[i % 2], held[b][0][i][p], high, held[b][0][i][p + 1], more, ONE_EVEN, ONE_ODD);
+            }
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) minus[b][j][e] = -__shfl_sync(0xffffffffu, total[0][2 * j] + total[1][2 * j], 8 * t + 4 * e);
+#endif
     }
 
     // Sums of tile p, when all warps have theirs, to out.
@@ -144,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int at = n + e / 2 * 8;
-                if (token + e % 2 < M && at < N) out[(size_t)(token + e % 2) * N + at] = narrow(sum[e] + (bias ? widen(bias[at], BF16) : 0.f));
+                if (token + e % 2 < M && at < N) out[(size_t)(token + e % 2) * N + at] = narrow(sum[e] * BACK + (bias ? widen(bias[at], BF16) : 0.f));
             }
         }
         if (TILES > PLACES) {
@@ -154,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
     };
 
     wait(scales_full, 0);
-    u32 magic = MAGIC, words_at = ring + lane * 16, scale_at = scales_at + g * 4, zero_at = zeros_at + g * 2;
-    asm volatile("" : "+r"(magic), "+r"(words_at), "+r"(scale_at), "+r"(zero_at)); // in registers once, not at each use
+    u32 words_at = ring + lane * 16, scale_at = scales_at + g * 4, zero_at = zeros_at + g * 2;
+    asm volatile("" : "+r"(words_at), "+r"(scale_at), "+r"(zero_at)); // in registers once, not at each use
     int s = 0, parity = 0;
 #pragma unroll 1
     for (int n = 0; n < count; n++) {
@@ -182,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
 #pragma unroll
                         for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
-                            for (int e = 0; e < 4; e++) sum[q][j][e] = SUMS ? (OFFSET + (float)(e < 2 ? below[q] : above[q])) * minus[b0 + q][j][e % 2] : 0;
-                        below[q] = (MAGIC | MINUS_ZERO) + below[q] * 0x10001u, above[q] = (MAGIC | MINUS_ZERO) + above[q] * 0x10001u;
+                            for (int e = 0; e < 4; e++) sum[q][j][e] = SUMS ? (float)(e < 2 ? below[q] : above[q]) * minus[b0 + q][j][e % 2] : 0;
+                        if (!SUMS) below[q] = minus_zero(below[q]), above[q] = minus_zero(above[q]);
                     }
 #pragma unroll
                     for (int i = u * 4 / SUB; i < (u + 1) * 4 / SUB; i++) {
@@ -191,12 +213,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
 #pragma unroll
                         for (int q = 0; q < PAIR; q++)
 #pragma unroll
-                            for (int h = 0; h < 2; h++)
-#pragma unroll
-                                for (int p = 0; p < 4; p++) {
-                                    a[q][h][p] = spread(pick(word[b0 + q][h], i) >> 4 * p, magic);
-                                    if (!SUMS) a[q][h][p] = fma2(a[q][h][p], ONES, h ? above[q] : below[q]);
-                                }
+                            for (int h = 0; h < 2; h++) {
+                                const u32 w = pick(word[b0 + q][h], i);
+                                if (SUMS)
+                                    numbers(a[q][h], w);
+                                else
+                                    centred(a[q][h], w, h ? above[q] : below[q]);
+                            }
 #pragma unroll
                         for (int p = 0; p < 4; p += 2)
 #pragma unroll

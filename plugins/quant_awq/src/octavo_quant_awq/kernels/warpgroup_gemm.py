@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, compile_file, tensor_map
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
 from octavo_quant_awq.kernels.variant import Variant, stage_bytes
 
 PROCESSORS = 132
@@ -158,12 +158,9 @@ def _instruction(tokens: int, bf16: bool) -> str:
 
 
 def launch(
-    call: CudaFunction, shape: WarpgroupShape, words: Tensor, scales: Tensor, zeros: Tensor | None, x: Tensor, bias: Tensor | None,
-    out: Tensor, group_step: int,
-) -> Tensor:  # fmt: skip
-    """out [M, N] = x [M, K] W^T + bias. x's rows must be dense and start at multiples of 16 bytes."""
-    (m, k), n = x.shape, out.shape[1]
-    pointers = (words.data_ptr(), scales.data_ptr(), zeros.data_ptr() if zeros is not None else 0,
-                bias.data_ptr() if bias is not None else 0, out.data_ptr())  # fmt: skip
-    call(-(-n // shape.rows) * -(-m // shape.tokens), 1, pointers, (m, n, k, group_step), first=tensor_map(x, (64, shape.tokens)))
-    return out
+    call: CudaFunction, shape: WarpgroupShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
+) -> Tensor:
+    """As `multiply`."""
+    return multiply(
+        call, -(-out.shape[1] // shape.rows) * -(-len(x) // shape.tokens), matrix, x, bias, out, group_step, box=shape.tokens
+    )
