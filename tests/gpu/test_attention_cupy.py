@@ -184,7 +184,7 @@ def test_a_prologue_spreads_heads_and_rounds_them_once_more(shape: Shape, rotary
     whole, factor = whole_matrix(dim)
     exact = plain.double() @ whole.double().cuda() * factor
     sums = plain.double().norm(dim=-1, keepdim=True) * 2.0**-18  # of float32, where they cancel
-    half_a_step = 2.0 ** (-9 if dtype == torch.bfloat16 else -12)
+    half_a_step = torch.finfo(dtype).eps / 2
     off = (found.double() - exact).abs() - exact.abs() * half_a_step - sums
     assert float(off.max()) <= 0, f"off by {float(off.max()):.2e} more than rounding explains"
     right = (
