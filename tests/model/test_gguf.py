@@ -6,6 +6,7 @@ own GGUF loading of the demo model, and transformers' RoPE tables.
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -394,3 +395,12 @@ def test_a_gemma3_file_is_the_model_it_was_made_from(tmp_path: Path) -> None:
     prompt = [3 + (7 * i) % 500 for i in range(40)]
     found = BareModel(DecoderAdapter(None, None), source.config, places).feed(0, prompt, [25, 15])
     assert float((found - right_logits(right, prompt)).abs().max()) <= 1e-4
+
+
+def test_a_header_is_parsed_once_while_a_source_holds_it_and_again_when_the_file_is_another(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", family_config("llama"))
+    source = resolve_source(str(path))
+    assert source.file is not None and read_gguf(path) is read_gguf(path) is source.file
+    write_gguf(path, family_config("llama"))
+    os.utime(path, ns=(1, 1))
+    assert read_gguf(path) is not source.file

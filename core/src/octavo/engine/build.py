@@ -116,6 +116,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
     )
     stream = random.Random(plan.config.seed)
 
+    ropes = plan.facts.ropes  # the closure below outlives the plan
     load = secrets.token_hex(8)  # of this load of the model: another's K/V is not ours, whatever its name
 
     @functools.cache
@@ -123,7 +124,7 @@ def build_from_plan(plan: Plan, *, progress: Progress | None = None) -> Engine:
         return prefix.salt({"load": load, "rope": variant})
 
     def salt(bound: int) -> str:
-        return salted(variants(plan.facts.ropes, bound))
+        return salted(variants(ropes, bound))
 
     scheduler = plan.scheduler.create(
         SchedulerParts(

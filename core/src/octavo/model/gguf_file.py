@@ -14,6 +14,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class GGUFTensor:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class GGUFFile:
     """A parsed header. metadata values are int, float, bool, str or list of these."""
 
@@ -164,11 +165,26 @@ def _parse(cursor: _Cursor, path: Path) -> GGUFFile:
     return GGUFFile(path, version, metadata, tensors, cursor.size)
 
 
+_HELD: WeakValueDictionary[tuple[Path, int, int], GGUFFile] = WeakValueDictionary()
+"""Headers that somebody still holds, by path, size and time of writing: a vocabulary takes long to parse."""
+
+
 def read_gguf(path: str | Path) -> GGUFFile:
-    """Parse the header of a GGUF file. LoadError, naming the file and what is wrong in it."""
+    """Parse the header of a GGUF file, once for as long as anybody holds it. LoadError, naming the file and what is wrong in it."""
     path = Path(path)
     try:
-        size = path.stat().st_size
+        state = path.stat()
+        key = (path.absolute(), state.st_size, state.st_mtime_ns)
+        found = _HELD.get(key)
+        if found is None:
+            found = _HELD[key] = _read(path, state.st_size)
+        return found
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _read(path: Path, size: int) -> GGUFFile:
+    try:
         with path.open("rb") as file:
             data = file.read(_FIRST_READ)
             if data[:4] != MAGIC:
@@ -184,7 +200,5 @@ def read_gguf(path: str | Path) -> GGUFFile:
                             f"{path}: the GGUF header is cut off at {size} bytes; the download is incomplete"
                         ) from None
                     data += more
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, struct.error) as error:
         raise LoadError(f"{path}: damaged GGUF header: {error}") from error

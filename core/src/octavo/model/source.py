@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.errors import LoadError
 from octavo.model import hub
 from octavo.model.files import PICKLES, read_json, token_ids
+
+if TYPE_CHECKING:
+    from octavo.model.gguf_file import GGUFFile
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class ModelSource:
     path: the folder or the GGUF file. name: what clients call it unless told otherwise. config: in
     the form of config.json, also for GGUF. generation_config, quantization_config: {} where absent.
     revision: the hub's commit, None for local files. text_path: the folder or GGUF file of the tokenizer; None: path.
+    file: a GGUF file's header, held here so that whoever reads more of the file finds it parsed.
     """
 
     kind: Literal["folder", "gguf"]
@@ -43,6 +47,7 @@ class ModelSource:
     quantization_config: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
     text_path: Path | None = None
+    file: GGUFFile | None = field(default=None, repr=False, compare=False)
 
     @property
     def architecture(self) -> str:
@@ -200,4 +205,4 @@ def _gguf_source(path: Path, name: str, revision: str | None) -> ModelSource:
     config = gguf_config(file)
     ends = [file.get(f"tokenizer.ggml.{part}_token_id", None, int) for part in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(i for i in ends if i is not None and 0 <= i < config["vocab_size"]))
-    return ModelSource("gguf", path, name, config, {"eos_token_id": eos} if eos else {}, {}, revision)
+    return ModelSource("gguf", path, name, config, {"eos_token_id": eos} if eos else {}, {}, revision, file=file)
