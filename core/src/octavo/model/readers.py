@@ -81,7 +81,9 @@ def _dequantised(files: _Files, header: Header, dtype: torch.dtype, order: np.nd
     for start in range(0, count, step):
         part = buffer[: min(step, count - start)]
         files.read(header, start * stored, part.reshape(-1))
-        values = part.view(plain).astype(np.float32) if plain else dequantize(part, kind)
+        # as one long row: the package computes sixteen rows at a time, and short rows take longer to part than to compute
+        flat = part.reshape(1, -1)
+        values = (flat.view(plain).astype(np.float32) if plain else dequantize(flat, kind)).reshape(len(part), width)
         chunk = torch.from_numpy(values)
         if places is None:
             rows[start : start + len(part)].copy_(chunk)
