@@ -62,8 +62,11 @@ def test_while_it_streams(server: Server, blocks: float) -> None:
 def test_while_it_waits_for_a_whole_answer(server: Server, blocks: float, path: str) -> None:
     sock = post_raw(server, path, LONG)
     running(server, 1)
+    time.sleep(0.3)  # some tokens
     sock.close()
     server.idle(SECONDS, blocks)
+    line = next(line for line in reversed(server.text.splitlines()) if " disconnected " in line)
+    assert int(line.split(" completion=")[1].split()[0]) > 0, "what was generated for nobody counts all the same"
 
 
 def test_with_several_samples_and_prompts(server: Server, blocks: float) -> None:

@@ -161,7 +161,9 @@ class Generation:
             return
         self._open = False
         self._record.counts.in_flight -= 1
-        self._quota.use_tokens(sum(len(sample.token_ids) for output in self._unpaid for sample in output.outputs))
+        unpaid = sum(len(sample.token_ids) for output in self._unpaid for sample in output.outputs)
+        self._record.completion_tokens += unpaid
+        self._quota.use_tokens(unpaid)
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
