@@ -93,7 +93,7 @@ def quantize(
 ) -> dict[str, Any]:
     """Make the checkpoint: {"out", "bytes", "quantization_config", "report"}. Nothing is left at `out` if it fails."""
     from octavo.engine.device import choose_device
-    from octavo.engine.plan import model_dtype
+    from octavo.engine.precision import model_dtype
     from octavo.model.export import CheckpointWriter
     from octavo.model.source import resolve_source
 

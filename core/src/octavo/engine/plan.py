@@ -7,8 +7,8 @@ No weight is read and no device memory is taken here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.cache.pool import kv_tokens, plan_groups
@@ -16,7 +16,8 @@ from octavo.catalog import Catalog, Device, Kind, Needs
 from octavo.config import EngineConfig
 from octavo.decision import Decision, OperatorDecision
 from octavo.engine.block_size import choose_block_size
-from octavo.engine.device import BF16_UNITS, Threads, choose_device, cpu_memory, spare_threads
+from octavo.engine.device import Threads, choose_device, cpu_memory, spare_threads
+from octavo.engine.precision import DTYPE_BYTES, cache_dtype, model_dtype, spread_keys, spreader
 from octavo.engine.sizing import (
     LEAST_UTILIZATION,
     PoolRange,
@@ -31,8 +32,6 @@ from octavo.engine.sizing import (
 )
 from octavo.errors import ConfigError, LoadError
 from octavo.interfaces import (
-    AttentionBackend,
-    AttentionLayer,
     AttentionParts,
     CacheLayout,
     KVGroup,
@@ -44,23 +43,8 @@ from octavo.interfaces import (
 if TYPE_CHECKING:
     from octavo.model.source import ModelSource
 
-DTYPES = {"float": "float32", "half": "float16"}
-"""Flags' other names for torch's."""
-
-KV_DTYPES = {
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e5m2": "float8_e5m2",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys of mixtures of experts, whose matrices the arithmetic over a dense decoder does not know."""
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 MAX_POSITIONS = 1 << 24
 """Positions of a RoPE: every whole number up to it is a float32."""
@@ -137,7 +121,7 @@ class Plan:
 
 def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     """Decide everything about an engine. Raises ConfigError, PluginError or LoadError; allocates nothing."""
-    from octavo.model.source import resolve_source
+    from octavo.engine.checkpoint import planned_source
 
     if config.trust_remote_code:
         raise ConfigError("--trust-remote-code: Octavo runs no code from checkpoints; leave the flag out")
@@ -156,9 +140,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         why["threads"] = threads.reason
 
     dummy = config.load_format == "dummy"
-    source = resolve_source(config.model, config.revision, weights=not dummy and not config.awq_ckpt_path)
-    source = _stretched(config, _checkpoint(config, source, why), why)
-    _check_format(config, source)
+    source = planned_source(config, why)
     architecture = source.architecture
     dtype, why["dtype"] = model_dtype(config.dtype, source, device)
 
@@ -171,7 +153,9 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     executor = catalog.resolve("executor", needs("executor", devices=1), config.executor)
     tool_parser = catalog.resolve("tool_parser", needs("tool_parser"), config.tool_call_parser)
     quantizer = _quantizer(config, catalog, source, architecture, needs)
-    kv_dtype, why["kv_cache_dtype"] = _kv_dtype(config.kv_cache_dtype, dtype, quantizer.accept.preferences.get("kv_cache_dtype"))
+    kv_dtype, why["kv_cache_dtype"] = cache_dtype(
+        config.kv_cache_dtype, dtype, quantizer.accept.preferences.get("kv_cache_dtype")
+    )
     model = catalog.resolve("model", needs("model", architecture=architecture, config=source.config), config.model_adapter)
     adapter = model.create(None)
     facts = _facts(adapter, source, dtype, kv_dtype)
@@ -185,9 +169,9 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     backend = attention.create(AttentionParts(device, dtype))
     groups = plan_groups(facts.kv_specs, backend.layout, block_size)
     spreadable = [facts.layers[i] for group in groups if group.spec.kind != "latent" for i in group.layers]
-    spread_keys, why["kv_cache_spread"] = _spread_keys(config.kv_cache_spread, kv_dtype, latent=not spreadable)
-    if spread_keys:
-        why["kv_cache_spread"] += f"; by {_spreader(attention.name, backend, spreadable)}"
+    spread, why["kv_cache_spread"] = spread_keys(config.kv_cache_spread, kv_dtype, latent=not spreadable)
+    if spread:
+        why["kv_cache_spread"] += f"; by {spreader(attention.name, backend, spreadable)}"
 
     item = DTYPE_BYTES[dtype]
     stored: dict[str, int] = {}
@@ -229,7 +213,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         sizing=sizing,
         elastic=elastic,
         host_slots=slots,
-        spread_keys=spread_keys,
+        spread_keys=spread,
         model=model,
         quantizer=quantizer,
         attention=attention,
@@ -271,104 +255,6 @@ def _facts(adapter: ModelAdapter, source: ModelSource, dtype: str, kv_dtype: str
         raise LoadError(f"{where}: {error}") from error
 
 
-def _stretched(config: EngineConfig, source: ModelSource, why: dict[str, str]) -> ModelSource:
-    """The source with the RoPE that the configuration asks for; `why` says so where it asks."""
-    from octavo.model.rope import rope_parameters, stretched
-
-    factor, theta = config.rope_scaling_factor, config.rope_theta
-    if factor is None and theta is None:
-        return source
-    named = {"--rope-scaling-factor": factor, "--rope-theta": theta}
-    flags = [f"{flag} {value:g}" for flag, value in named.items() if value is not None]
-    try:
-        changed = stretched(source.config, factor=factor, theta=theta)
-    except LoadError as error:
-        raise ConfigError(f"{' '.join(flags)}: {error}") from error
-    why["rope"] = f"{' '.join(flags)}; the checkpoint has {dict(rope_parameters(source.config)) or 'a default RoPE'}"
-    return replace(source, config=changed)
-
-
-def _check_format(config: EngineConfig, source: ModelSource) -> None:
-    wrong = {"gguf": "folder", "safetensors": "gguf"}.get(config.load_format)
-    if source.kind == wrong:
-        what = "a GGUF file" if source.kind == "gguf" else "a folder of safetensors"
-        raise ConfigError(f"--load-format {config.load_format}: {source.path} is {what}; use --load-format auto")
-
-
-def model_dtype(asked: str, source: ModelSource, device: Device) -> tuple[str, str]:
-    """(torch dtype name, why): the one asked for, or the checkpoint's."""
-    name, reason = DTYPES.get(asked, asked), "named in the configuration"
-    if asked == "auto" and source.kind == "gguf":
-        units = sorted(BF16_UNITS & device.features)
-        if device.type == "cpu":
-            name = "bfloat16" if units else "float32"
-            reason = (
-                f"the file is GGUF and this CPU has {units[0]}"
-                if units
-                else "the file is GGUF and this CPU has no bfloat16 units"
-            )
-        else:
-            name = "bfloat16" if "bf16" in device.features else "float16"
-            reason = f"the file is GGUF and {device.name} {'has' if name == 'bfloat16' else 'lacks'} bfloat16"
-    elif asked == "auto":
-        given = source.dtype
-        name = given or "float32"
-        reason = "the checkpoint's" if given else "the checkpoint names no dtype, which stands for float32"
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"the checkpoint's dtype {name!r} is none that Octavo computes in; choose one with --dtype")
-    if name == "bfloat16" and device.type == "cuda" and "bf16" not in device.features:
-        raise ConfigError(
-            f"{device.name} (capability {device.capability}) cannot compute in bfloat16 ({reason}); use --dtype float16"
-        )
-    if name == "bfloat16" and device.type == "cpu" and not BF16_UNITS & device.features:
-        reason += "; this CPU has no bfloat16 units, --dtype float32 may be faster"
-    return name, reason
-
-
-def _kv_dtype(asked: str, dtype: str, stored: str | None = None) -> tuple[str, str]:
-    """(torch dtype name, why): the one asked for, else the one that the checkpoint has scales for, else the model's."""
-    if asked == "auto":
-        return (stored, "the checkpoint was made for it and has its scales") if stored else (dtype, "the model's")
-    try:
-        return KV_DTYPES[asked], "named in the configuration"
-    except KeyError:
-        raise ConfigError(f"--kv-cache-dtype {asked}: must be auto or one of {', '.join(KV_DTYPES)}") from None
-
-
-def _spread_keys(asked: str, kv_dtype: str, *, latent: bool) -> tuple[bool, str]:
-    """Whether keys are spread before the cache rounds them, and why. latent: every layer's cache is."""
-    if not kv_dtype.startswith("float8"):
-        if asked == "always":
-            raise ConfigError(
-                f"--kv-cache-spread always: the KV cache is {kv_dtype}, whose rounding needs no help; give --kv-cache-dtype fp8_e4m3 or fp8_e5m2"
-            )
-        return False, f"nothing to gain in {kv_dtype}"
-    if latent:
-        if asked == "always":
-            raise ConfigError(
-                "--kv-cache-spread always: the model's caches are latent, whose keys are their values too; leave the flag out"
-            )
-        return False, "latent caches are not spread: their keys are their values too"
-    if asked != "auto":
-        return asked == "always", "named in the configuration"
-    if kv_dtype == "float8_e5m2":
-        return True, "e5m2 has two bits of mantissa: without it, scores have twice e4m3's error"
-    return False, "e4m3 does without, and a kernel a layer is saved"
-
-
-def _spreader(name: str, backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> str:
-    """What spreads the heads of these layers under a backend of this name."""
-    from octavo.attention.layer import prologue_spreads
-
-    left = [layer for layer in layers if not prologue_spreads(backend, layer)]
-    if not left:
-        return f"the kernel of {name} that stores keys"
-    widths = ", ".join(str(width) for width in sorted({layer.k_dim for layer in left}))
-    fused = hasattr(backend, "prologue")
-    lacks = f"stores heads of {widths} channels as they are" if fused else "has no kernel that turns keys as it stores them"
-    return f"a kernel a layer of its own: {name} {lacks}"
-
-
 def _limits(config: EngineConfig, facts: ModelFacts, device: Device, why: dict[str, str]) -> Limits:
     """The limits, checked against the model's and each other; `why` gets their reasons."""
     longest = facts.max_position
@@ -402,40 +288,6 @@ def _limits(config: EngineConfig, facts: ModelFacts, device: Device, why: dict[s
         batched, why["max_num_batched_tokens"] = length, "a whole prompt, since chunked prefill is off"
     why["max_num_seqs"] = "named in the configuration" if "max_num_seqs" in config.model_fields_set else "the default"
     return Limits(config.max_num_seqs, batched, length)
-
-
-_GEOMETRY = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-
-
-def _checkpoint(config: EngineConfig, source: ModelSource, why: dict[str, str]) -> ModelSource:
-    """The source of the weights: MODEL, or the AWQ checkpoint of it that --awq-ckpt-path names, with MODEL's name and ends of
-    sequence. ConfigError if that is not AWQ, or not a checkpoint of this model."""
-    from octavo.model.source import resolve_source
-
-    if config.awq_ckpt_path is None:
-        return source
-    try:
-        found = resolve_source(config.awq_ckpt_path)
-    except LoadError as error:
-        raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: {error}") from error
-    method = found.quantization_config.get("quant_method")
-    if method != "awq":
-        raise ConfigError(
-            f"--awq-ckpt-path {config.awq_ckpt_path}: "
-            + (f"its quant_method is {method!r}, not 'awq'" if method else "it is not quantised")
-        )
-    if config.quantization not in (None, "awq"):
-        raise ConfigError(
-            f"--awq-ckpt-path with --quantization {config.quantization}: the weights are AWQ; leave --quantization out"
-        )
-    keys = ("architectures", *_GEOMETRY)
-    differ = [f"{key} {found.config.get(key)!r} instead of {source.config.get(key)!r}" for key in keys
-              if found.config.get(key) != source.config.get(key)]  # fmt: skip
-    if differ:
-        raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: is not a checkpoint of {source.name}: {', '.join(differ)}")
-    why["weights"] = f"--awq-ckpt-path {config.awq_ckpt_path}"
-    ends = {"eos_token_id": list(source.eos_token_ids())}
-    return replace(found, name=source.name, generation_config={**source.generation_config, **ends}, text_path=source.path)
 
 
 def _quantizer(config: EngineConfig, catalog: Catalog, source: ModelSource, architecture: str, needs: Any) -> Decision:
