@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, RequestError
+from octavo.grammar import Grammar
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -111,3 +112,26 @@ def test_a_wrong_option_is_named_with_the_nearest_right_one() -> None:
 def test_another_models_tokenizer_is_refused_before_anything_is_built(tiny: Path, demo_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--tokenizer demo: the tokenizer has 49152 tokens and the model's vocabulary 512"):
         LLM(str(tiny), tokenizer="demo", num_threads=1)
+
+
+def test_an_answer_may_have_a_form_and_a_form_that_is_none_is_named(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    params = SamplingParams(temperature=0, max_tokens=20, grammar=Grammar.choice(["the model", "the page"]))
+    assert llm.generate("hello", params)[0].outputs[0].text in ("the model", "the page")
+    with pytest.raises(RequestError, match="unclosed group") as caught:
+        llm.generate("hello", SamplingParams(grammar=Grammar.regex("(")))
+    assert (caught.value.param, caught.value.code) == ("grammar", "invalid_grammar")
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+def test_tools_are_shown_by_the_template_or_refused(llm: LLM, tiny: Path) -> None:
+    asked = [{"role": "user", "content": "hello"}]
+    with pytest.raises(RequestError, match="no place for them"):
+        llm.chat(asked, PARAMS, tools=TOOLS)
+    template = Path(__file__).parents[2] / "examples" / "chatml_tools.jinja"
+    other = LLM(str(tiny), dtype="float32", num_threads=1, max_model_len=512, chat_template=str(template))
+    (shown,), (plain,) = other.chat(asked, PARAMS, tools=TOOLS), other.chat(asked, PARAMS)
+    prompt = other.tokenizer.decode(shown.prompt_token_ids)
+    assert '"name": "look"' in prompt and len(shown.prompt_token_ids) > len(plain.prompt_token_ids)

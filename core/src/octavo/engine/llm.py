@@ -18,7 +18,7 @@ from octavo.engine.streams import Prompt, prompt_parts
 from octavo.errors import AdmissionRefused, ConfigError, OctavoError, RequestError
 from octavo.plugins import discover
 from octavo.request import Request, SamplingParams, check_request
-from octavo.text.chat import Messages, render_chat
+from octavo.text.chat import Messages, render_chat, takes_tools
 from octavo.text.output import OutputProcessor, RequestOutput
 from octavo.text.tokenizer import Tokenizer, place_of
 from octavo.wording import complaints
@@ -78,10 +78,17 @@ class LLM:
         *,
         use_tqdm: bool = False,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template."""
+        """Answer one conversation, or a list of them, through the model's chat template, which shows `tools` (as OpenAI spells them)
+        to the model. RequestError where it has no place for them."""
+        if tools and not takes_tools(self.tokenizer):
+            raise RequestError("tools: this model's chat template has no place for them", param="tools", code="unsupported")
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        prompts = [render_chat(self.tokenizer, m, add_generation_prompt=add_generation_prompt) for m in many]  # type: ignore[arg-type]
+        prompts = [
+            render_chat(self.tokenizer, m, add_generation_prompt=add_generation_prompt, tools=tools)  # type: ignore[arg-type]
+            for m in many
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _priorities(self, given: Sequence[int] | None, count: int) -> list[int]:
