@@ -16,7 +16,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.client import EngineProcess
-from octavo.errors import Aborted, AdmissionRefused, ConfigError, EngineDead, LoadError, RequestError
+from octavo.errors import Aborted, AdmissionRefused, ConfigError, EngineDead, LoadError, PluginError, RequestError
 from octavo.request import SamplingParams
 from octavo.text.output import RequestOutput
 
@@ -205,7 +205,7 @@ def test_a_drain_that_runs_out_of_time_ends_the_rest_with_an_error(tiny: Path) -
 
 def test_a_start_that_fails_says_why_in_the_engines_own_words(tiny: Path) -> None:
     async def main() -> None:
-        with pytest.raises(ConfigError, match="attention 'nope'"):
+        with pytest.raises(PluginError, match="attention 'nope'"):
             await AsyncLLM.start(config(tiny, attention_backend="nope"))
         with pytest.raises(ConfigError, match="max-model-len"):
             await AsyncLLM.start(config(tiny, max_model_len=1 << 20))

@@ -82,6 +82,8 @@ def _converse(runner: asyncio.Runner, talk: Talk, system: str | None) -> int:
         try:
             line = input("> " if terminal else "").strip()
         except EOFError:
+            if terminal:
+                print()  # what comes next begins a line
             return 0
         except UnicodeDecodeError as error:
             raise ConfigError(f"standard input is not text in {error.encoding}: {error.reason} at byte {error.start}") from error

@@ -27,7 +27,7 @@ from octavo.engine.messages import pack, unpack
 from octavo.engine.relay import LIMIT, relay
 from octavo.engine.signals import held_signals
 from octavo.engine.turns import Portion
-from octavo.errors import ConfigError, EngineDead
+from octavo.errors import ConfigError, EngineDead, LoadError, OctavoError, PluginError
 from octavo.request import Events, Request
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ STOP_SECONDS = 3.0
 
 STACK_SECONDS = 0.5
 """How long a hung child gets to write where it hangs."""
+
+_USERS: dict[str, type[OctavoError]] = {kind.__name__: kind for kind in (ConfigError, LoadError, PluginError)}
+"""Errors of a child that are its user's to mend, by the name that travels."""
 
 KILL_SECONDS = 10.0
 """How long the system gets to end a child that was killed."""
@@ -91,8 +94,8 @@ class EngineProcess:
         return self._process.pid if self._process else None
 
     async def start(self, config: EngineConfig, progress: Callable[[messages.Progress], None] | None = None) -> messages.Ready:
-        """Spawn the child and wait until it serves. Raises ConfigError with the child's own words when
-        the configuration, the model or a plugin is at fault, EngineDead when it crashed."""
+        """Spawn the child and wait until it serves. Raises ConfigError, LoadError or PluginError with the child's own
+        words when the configuration, the model or a plugin is at fault, EngineDead when it crashed."""
         self._progress = progress
         address = f"ipc://{self._folder}/engine"
         self._socket.bind(address)
@@ -204,7 +207,8 @@ class EngineProcess:
         words = self._last_words
         reason = words.reason if words else f"the engine process ended with exit status {code}"
         if not self._ready.done():
-            self._ready.set_exception(ConfigError(reason) if words and words.config else EngineDead(reason))
+            kind = _USERS.get(words.error, ConfigError) if words and words.error else EngineDead
+            self._ready.set_exception(kind(reason))
         elif not self.hung:  # the guard says why
             self._die(reason)
 

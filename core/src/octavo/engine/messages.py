@@ -84,10 +84,11 @@ class Resized(msgspec.Struct, array_like=True):
 
 
 class Dead(msgspec.Struct, array_like=True):
-    """The last message of an engine that cannot go on. config: the user's mistake, not a crash."""
+    """The last message of an engine that cannot go on. error: the class, in octavo.errors, of what is the user's to mend; "" for a
+    crash."""
 
     reason: str
-    config: bool = False
+    error: str = ""
 
 
 _DECODERS: dict[bytes, Any] = {

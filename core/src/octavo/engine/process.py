@@ -178,7 +178,7 @@ def main(address: str) -> int:
             EngineLoop(socket, parent).run(config)
         return 0
     except OctavoError as error:
-        socket.send_multipart(pack(messages.DEAD, messages.Dead(str(error), config=True)))
+        socket.send_multipart(pack(messages.DEAD, messages.Dead(str(error), type(error).__name__)))
     except Exception as error:
         log.exception("the engine died")
         socket.send_multipart(pack(messages.DEAD, messages.Dead(f"{type(error).__name__}: {error}")))
