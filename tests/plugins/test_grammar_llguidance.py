@@ -6,15 +6,21 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 pytest.importorskip("llguidance")
 
 from octavo.grammar import Call, Calls, Grammar, GrammarError
-from octavo.interfaces import GrammarCompiler
+from octavo.interfaces import GrammarCompiler, GrammarParts
 from octavo.testing import choices
 from octavo.testing.grammar import END, GrammarSuite, GrammarTarget, allowed, encode
-from octavo_grammar_llguidance.provider import PROVIDER
+from octavo.text.detokenizer import pieces_of
+from octavo_grammar_llguidance.compiler import Compiler
+from octavo_grammar_llguidance.provider import PROVIDER, Limits
+
+from tests.tiny import EOS, SPECIAL, tiny_tokenizer
 
 
 class TestLlguidance(GrammarSuite):
@@ -141,3 +147,21 @@ def test_the_schema_of_a_call_may_refer_to_its_own_definitions(compiler: Grammar
     suite, grammar = TestLlguidance(), Grammar.calls(Calls([Call("f", schema, "")]))
     assert suite.written(compiler, grammar, encode("f" + json.dumps({"at": [1, 2]})))
     assert not suite.written(compiler, grammar, encode("f" + json.dumps({"at": [1]})))
+
+
+def test_text_that_is_forced_is_written_in_the_model_s_own_tokens_and_never_in_control_tokens() -> None:
+    tokenizer = tiny_tokenizer(add_bos=False)
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    pieces, size = pieces_of(tokenizer), tokenizer.get_vocab_size()
+    tokens, control = [pieces[token] for token in range(size)], {token: SPECIAL[token] for token in range(len(SPECIAL))}
+    for before in ("", " "):  # a tokenizer that puts a space before every text has no way to write what is asked for
+        parts = GrammarParts(tokens, control, (EOS,), lambda text, before=before: tokenizer.encode(before + text).ids)
+        made = Compiler(Limits(), parts)
+        masks = np.zeros((1, -(-size // 32)), np.int32)
+        for text, first in (
+            ("<tool_call>\n", size - 1),
+            ("<|im_end|>", tokens.index(b"<")),
+            (" the model", tokens.index(b" the")),
+        ):
+            made.fill([made.compile(Grammar.choice([text]))], masks)
+            assert np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist() == [first], (text, before)

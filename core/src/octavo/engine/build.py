@@ -340,7 +340,7 @@ def _grammar_compiler(plan: Plan, vocab: int) -> GrammarCompiler:
             tokens=[tokenizer.token_bytes(token) for token in range(vocab)],
             control={token: tokenizer.token_text(token) for token in sorted(control) if token < vocab},
             ends=plan.source.eos_token_ids(),
-            encode=lambda text: tokenizer.encode(text, add_special=False, allow_special_tokens=False),
+            encode=lambda text: tokenizer.encode(text, add_special=False),
         )
     )
     return made

@@ -19,7 +19,7 @@ from octavo.errors import AdmissionRefused
 from octavo.grammar import Grammar, GrammarError
 from octavo.interfaces import Constraint, GrammarCompiler, GrammarParts
 
-KEPT = 128
+KEPT = 512
 """Compiled grammars that are remembered."""
 
 PATIENCE = 10.0

@@ -17,7 +17,7 @@ class GrammarParts:
 
     tokens: the bytes of every id below the width of the masks, b"" where there is none. control: ids of control tokens with their text;
     those are no text of an answer, so a grammar matches them only where it names them. ends: the ids that end an answer. encode: the
-    model's own way to write a text as ids.
+    model's own way to write a text as ids; a control token's text may become that token.
     """
 
     tokens: Sequence[bytes]

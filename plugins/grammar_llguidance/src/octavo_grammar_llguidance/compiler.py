@@ -6,6 +6,7 @@ Owns one llguidance tokenizer and the pool of threads that fills masks. How a gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -21,7 +22,7 @@ LONGEST = 600
 
 
 class Vocabulary:
-    """A tokenizer as llguidance asks for one."""
+    """A tokenizer as llguidance asks for one. Where only one text is possible it is written as the model would write it."""
 
     is_tokenizer_wrapper = True
 
@@ -31,35 +32,32 @@ class Vocabulary:
         self.eos_token_id = parts.ends[0]
         self.bos_token_id = None
         self._encode = parts.encode
-        self.greedy: LLTokenizer | None = None
+        self._text = {token: piece for token, piece in enumerate(self.tokens) if piece and token not in parts.control}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The ids that the model would write text as. A tokenizer that puts something of its own before a text (a space) does not know;
-        then the longest tokens are taken."""
+        """A tokenizer may put something of its own before a text (a space), or take part of it for a control token. Then the longest
+        tokens are taken, from left to right."""
         data = text if isinstance(text, bytes) else text.encode()
         ids = list(self._encode(data.decode(errors="ignore")))
-        if b"".join(self.tokens[token] if token < len(self.tokens) else b"?" for token in ids) == data:
+        if b"".join(self._text.get(token, b"\xff") for token in ids) == data:
             return ids
-        return _longest(self.tokens_by_bytes, data)
+        return self._longest(data)
 
-    @property
-    def tokens_by_bytes(self) -> dict[bytes, int]:
-        """Made once, when first asked for."""
-        if not hasattr(self, "_by_bytes"):
-            control = set(self.special_token_ids)
-            self._by_bytes = {data: token for token, data in enumerate(self.tokens) if data and token not in control}
-        return self._by_bytes
+    @cached_property
+    def _by_piece(self) -> tuple[dict[bytes, int], int]:
+        known = {piece: token for token, piece in self._text.items()}
+        return known, max(map(len, known))
 
-
-def _longest(known: dict[bytes, int], data: bytes) -> list[int]:
-    ids, at, most = [], 0, max(map(len, known))
-    while at < len(data):
-        size = next((n for n in range(min(most, len(data) - at), 0, -1) if data[at : at + n] in known), 0)
-        if not size:
-            raise GrammarError(f"no token of this model is the byte {data[at]:#x}")
-        ids.append(known[data[at : at + size]])
-        at += size
-    return ids
+    def _longest(self, data: bytes) -> list[int]:
+        known, most = self._by_piece
+        ids, at = [], 0
+        while at < len(data):
+            size = next((n for n in range(min(most, len(data) - at), 0, -1) if data[at : at + n] in known), 0)
+            if not size:
+                raise GrammarError(f"no token of this model is the byte {data[at]:#x}")
+            ids.append(known[data[at : at + size]])
+            at += size
+        return ids
 
 
 class State:
