@@ -121,6 +121,19 @@ __device__ __forceinline__ void store_4(u16* to, const u16* bias, int n, int N, 
         for (int i = 0; i < 4 && n + i < N; i++) to[i] = h[i];
 }
 
+// A warp's sums of sixteen outputs, as the tensor cores leave them, times `unit` to out [M, N]: number 4 j + e of lane (g, t) is that of token token0 + 8 j + 2 t + e % 2 and output
+// n0 + g + e / 2 * 8.
+template <int COUNT>
+__device__ __forceinline__ void write_sums(u16* out, const u16* bias, int M, int N, int token0, int n0, const float (&sum)[COUNT], float unit) {
+    const int lane = threadIdx.x % 32, n = n0 + lane / 4, token = token0 + lane % 4 * 2;
+    const float low = bias && n < N ? widen(bias[n], BF16) : 0, high = bias && n + 8 < N ? widen(bias[n + 8], BF16) : 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const int row = token + i / 4 * 8 + i % 2, at = n + i % 4 / 2 * 8;
+        if (row < M && at < N) out[(size_t)row * N + at] = narrow(sum[i] * unit + (i % 4 < 2 ? low : high));
+    }
+}
+
 // c [16, 8] += a [16, 16] b [16, 8]
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if BF16

@@ -12,7 +12,7 @@
 // Blocks of this kernel and of the next share a multiprocessor, so that the next one's weights come while this one multiplies. That needs as many blocks as
 // there are multiprocessors: with fewer, the next kernel's would gather on those left free. Blocks past the last row only hold their place.
 //
-// Macros besides those of common.cuh: TOKENS (8, 16 or 32), TILES (of 16 rows, a warp), WARPS, PARTS, STAGES, MIN_BLOCKS (blocks that a multiprocessor must hold).
+// cluster.cuh comes before this file. Macros besides those of common.cuh: TOKENS (8, 16 or 32), TILES (of 16 rows, a warp), WARPS, PARTS, STAGES, MIN_BLOCKS (blocks that a multiprocessor must hold).
 
 #define ROWS (16 * TILES * WARPS)
 #define THREADS (32 * WARPS * PARTS + 64)
@@ -26,22 +26,6 @@
 
 // A lane's word of step `step` of 32 inputs.
 __device__ __forceinline__ u32 pick(const uint4& four, int step) { return step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w; }
-
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
-
-// 64 inputs of TOKENS tokens.
-__device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 :: "r"(to), "l"(map), "r"(k), "r"(0), "r"(barrier) : "memory");
-}
-
-// For what other blocks of the cluster have pushed.
-__device__ __forceinline__ void wait_cluster(u32 barrier, u32 parity) {
-    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
-                 :: "r"(barrier), "r"(parity) : "memory");
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
     const __grid_constant__ TensorMap map, const uint4* __restrict__ words, const u32* __restrict__ scales, const u16* __restrict__ zeros,
@@ -106,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
                 wait(empty + 8 * s, parity);
                 arrive_expect(full + 8 * s, 2 * X_TILE);
 #pragma unroll
-                for (int half = 0; half < 2; half++) copy_x(base + s * STAGE_BYTES + half * X_TILE, &map, k + 64 * half, full + 8 * s);
+                for (int half = 0; half < 2; half++) copy_x(base + s * STAGE_BYTES + half * X_TILE, &map, k + 64 * half, 0, full + 8 * s);
                 advance();
             }
         }
@@ -182,16 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
         if (s >= STAGES) s -= STAGES, parity ^= 1;
     }
 
-    // Sums of sixteen rows, as the tensor cores leave them, to out.
-    auto write = [&](int at, const float (&sum)[TOKENS / 2]) {
-        const int n = (tile0 + at) * 16 + g;
-        const float low = bias && n < N ? widen(bias[n], BF16) : 0, high = bias && n + 8 < N ? widen(bias[n + 8], BF16) : 0;
-#pragma unroll
-        for (int e = 0; e < TOKENS / 2; e++) {
-            const int token = e / 4 * 8 + 2 * t + e % 2, row = n + e % 4 / 2 * 8;
-            if (token < M && row < N) out[(size_t)token * N + row] = narrow(sum[e] * FROM_CENTRED + (e % 4 < 2 ? low : high));
-        }
-    };
+    auto write = [&](int at, const float (&sum)[TOKENS / 2]) { write_sums(out, bias, M, N, 0, (tile0 + at) * 16, sum, FROM_CENTRED); };
     if (sets == 1) {
 #pragma unroll
         for (int r = 0; r < TILES; r++) write(tile + r, acc[r]);
@@ -201,15 +176,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
 #pragma unroll
     for (int r = 0; r < TILES; r++) {
         const int at = tile + r;
-        const u32 to = pieces + ((at % most * peers + rank) * PARTS + part) * TOKENS * 64 + lane * 16;
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; j++) {
-            const float4 v = make_float4(acc[r][4 * j], acc[r][4 * j + 1], acc[r][4 * j + 2], acc[r][4 * j + 3]);
-            if (peers > 1)
-                push_peer(to + j * 512, v, pushed, at / most);
-            else
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(to + j * 512), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-        }
+        const u32 to = pieces + ((at % most * peers + rank) * PARTS + part) * TOKENS * 64;
+        if (peers > 1)
+            push_sums(to, acc[r], pushed, at / most);
+        else
+            keep_sums(to, acc[r]);
     }
     if (peers == 1) asm volatile("bar.sync 1, %0;" :: "n"(32 * WARPS * PARTS) : "memory");
     if (warp >= owned) return;
@@ -217,13 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
 #pragma unroll 1
     for (int at = warp; at < owned; at += WARPS * PARTS) {
         float sum[TOKENS / 2] = {};
-        for (int set = 0; set < sets; set++)
-#pragma unroll
-            for (int j = 0; j < TOKENS / 8; j++) {
-                const uint4 v = load_shared_16(pieces + (at * sets + set) * TOKENS * 64 + j * 512 + lane * 16);
-                sum[4 * j] += __uint_as_float(v.x), sum[4 * j + 1] += __uint_as_float(v.y);
-                sum[4 * j + 2] += __uint_as_float(v.z), sum[4 * j + 3] += __uint_as_float(v.w);
-            }
+        add_sums(sum, pieces + at * sets * TOKENS * 64, sets);
         write(rank * most + at, sum);
     }
 }

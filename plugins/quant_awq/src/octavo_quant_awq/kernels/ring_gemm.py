@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, header, multiply
 from octavo_quant_awq.kernels.variant import Variant, stage_bytes
 
 PROCESSORS = 132
@@ -86,7 +86,7 @@ def choose_shape(m: int, rows: int, inputs: int, variant: Variant) -> RingShape:
 @cache
 def function(variant: Variant, shape: RingShape, device: torch.device) -> CudaFunction:
     """The compiled kernel; the first call compiles."""
-    module = compile_file("ring.cu", variant.defines | shape.compiled, device)
+    module = compile_file("ring.cu", variant.defines | shape.compiled, device, before=header("cluster.cuh"))
     return CudaFunction(module, "ring", threads=shape.threads, cluster=CLUSTER, shared=shape.shared(variant), dependent=True)
 
 

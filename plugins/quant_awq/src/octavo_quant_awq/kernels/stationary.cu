@@ -7,7 +7,8 @@
 // the warp's own, STAGES tiles deep. The warps' sums of a tile meet in shared memory, where x lay, and one warp adds them up LAG tiles later, in a fixed order: results do not vary
 // between runs.
 //
-// Only the first tile is asked for before the kernel that makes x has ended, and the next ones after x: what stands in line for memory before x delays it, and with it everything.
+// Only the first tile is asked for before the kernel that makes x has ended, and the next ones after x: what stands in line for memory before x delays it, and with it everything. x goes
+// into registers while the first tile is multiplied, two blocks of inputs ahead: reading 128 KB of it from shared memory takes a multiprocessor a thousand cycles at least.
 //
 // Operands are integers that tensor cores sum exactly. Where a group is a block of inputs, they are q, and what zero points add too much is subtracted from the products, by sums of
 // x; sums of more groups have no room in registers, and there zero points are subtracted from every weight.
@@ -44,6 +45,11 @@ __device__ __forceinline__ void wait_copies(int left) {
     else if (left == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
     else asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
+
+template <bool first>
+struct First {
+    static constexpr bool value = first;
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
     const uint4* __restrict__ words, const u32* __restrict__ scales, const u16* __restrict__ zeros, const u16* x,
@@ -118,37 +124,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
     u32 held[TURNS][COLUMNS][4][4]; // x: [block of inputs][eight tokens][step of 32 inputs][pair]
     float minus[TURNS][COLUMNS][2]; // minus the sum of a block of inputs, of the tokens that this lane adds up
     const u32 x_row = mine + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
-#pragma unroll
-    for (int b = 0; b < TURNS; b++) {
+    auto load_x = [&](int b) {
         wait_copies(TURNS - 1 - b);
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++) {
+        for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const uint4 v = ldmatrix((x_row + b * X_BLOCK ^ i % 2 * 64) + i / 2 * X_HALF + j * 1024);
                 held[b][j][i][0] = v.x, held[b][j][i][1] = v.y, held[b][j][i][2] = v.z, held[b][j][i][3] = v.w;
-#if SUMS
-#pragma unroll
-                for (int p = 0; p < 4; p++) held[b][j][i][p] = scaled(held[b][j][i][p], p);
-#endif
             }
-        }
+    };
+    auto scale_x = [&](int b) { // and sum it up
 #if SUMS
-        float total[2][4] = {}; // of tokens g and g + 8, in every column alike: x as left operand, times ones
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int p = 0; p < 4; p += 2) {
-                const u32 high = COLUMNS == 2 ? held[b][COLUMNS - 1][i][p] : 0, more = COLUMNS == 2 ? held[b][COLUMNS - 1][i][p + 1] : 0;
-                mma(total[i % 2], held[b][0][i][p], high, held[b][0][i][p + 1], more, ONE_EVEN, ONE_ODD);
-            }
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) minus[b][j][e] = -__shfl_sync(0xffffffffu, total[0][2 * j] + total[1][2 * j], 8 * t + 4 * e);
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int p = 0; p < 4; p++) held[b][j][i][p] = scaled(held[b][j][i][p], p);
+        // The sums by the tensor cores: x of eight tokens is the left operand, in pairs as registers hold them, so that even ones are rows 0 to 7 and odd ones rows 8 to 15.
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) {
+            float total[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; i++) mma(total, held[b][j][i][0], held[b][j][i][1], held[b][j][i][2], held[b][j][i][3], ONE_EVEN, ONE_EVEN);
+            const float sum = total[0] + (BF16 ? 16 : 1) * total[2]; // of token 8 j + g; those of tokens 8 j + 2 t and 2 t + 1 are wanted
+#pragma unroll
+            for (int e = 0; e < 2; e++) minus[b][j][e] = -__shfl_sync(0xffffffffu, sum, 8 * t + 4 * e);
+        }
 #endif
-    }
+    };
 
     // Sums of tile p, when all warps have theirs, to out.
     auto add_up = [&](int p) {
@@ -162,12 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
                 const uint4 v = load_shared_16(base + k * TURNS * X_BLOCK + place * PIECE + j * 512 + lane * 16);
                 sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y), sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
             }
-            const int n = (tile0 + p) * 16 + g, token = j * 8 + 2 * t;
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int at = n + e / 2 * 8;
-                if (token + e % 2 < M && at < N) out[(size_t)(token + e % 2) * N + at] = narrow(sum[e] * BACK + (bias ? widen(bias[at], BF16) : 0.f));
-            }
+            write_sums(out, bias, M, N, 8 * j, (tile0 + p) * 16, sum, BACK);
         }
         if (TILES > PLACES) {
             __syncwarp();
@@ -179,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
     u32 words_at = ring + lane * 16, scale_at = scales_at + g * 4, zero_at = zeros_at + g * 2;
     asm volatile("" : "+r"(words_at), "+r"(scale_at), "+r"(zero_at)); // in registers once, not at each use
     int s = 0, parity = 0;
-#pragma unroll 1
-    for (int n = 0; n < count; n++) {
+    auto multiply = [&](int n, auto tile) {
+        constexpr bool first = decltype(tile)::value;
         wait(full + 8 * s, parity);
         uint4 word[TURNS][2];
 #pragma unroll
@@ -188,8 +189,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
 #pragma unroll
             for (int h = 0; h < 2; h++) word[b][h] = load_shared_16(words_at + s * SLOT + b * 1024 + h * 512);
         float acc[COLUMNS][4] = {};
+        if (first)
+#pragma unroll
+            for (int b = 0; b < PAIR; b++) load_x(b);
 #pragma unroll
         for (int b0 = 0; b0 < TURNS; b0 += PAIR) {
+            if (first) {
+#pragma unroll
+                for (int q = 0; q < PAIR; q++) scale_x(b0 + q);
+#pragma unroll
+                for (int q = 0; q < PAIR; q++)
+                    if (b0 + PAIR + q < TURNS) load_x(b0 + PAIR + q);
+            }
             if (!UNEVEN || b0 < turns)
 #pragma unroll
                 for (int u = 0; u < SUB; u++) {
@@ -250,8 +261,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
                          :: "r"(mine + place * PIECE + j * 512 + lane * 16), "f"(acc[j][0]), "f"(acc[j][1]), "f"(acc[j][2]), "f"(acc[j][3]) : "memory");
         __syncwarp();
         if (lane == 0) arrive(summed + 8 * place);
-        if (n >= LAG && (n - LAG) % WARPS == warp) add_up(n - LAG);
-    }
+        if (!first && n >= LAG && (n - LAG) % WARPS == warp) add_up(n - LAG);
+    };
+    multiply(0, First<true>());
+#pragma unroll 1
+    for (int n = 1; n < count; n++) multiply(n, First<false>());
     for (int p = max(0, count - LAG); p < count; p++)
         if (p % WARPS == warp) add_up(p);
 }

@@ -14,7 +14,7 @@
 // Macros besides those of common.cuh: TOKENS (a multiple of 8 up to 256), TILES (of 64 rows, a warpgroup), GROUPS (warpgroups), STAGES, EXACT,
 // SLOTS (left operands in registers, of 32 inputs each), UNITS (blocks of
 // inputs that are multiplied before their sums are scaled), PUSH (sums go straight to the block that adds them up), MIN_BLOCKS (blocks of this kernel that a multiprocessor must hold), REGISTERS (of a thread that multiplies, taken from those that copy; 0: all have the same).
-// The functions wgmma(acc, a, operand) and wgmma_new, which overwrites acc, for TOKENS are put in front of this file.
+// cluster.cuh comes before this file, and then functions: wgmma(acc, a, operand) and wgmma_new, which overwrites acc, for TOKENS.
 
 #define ROWS (64 * TILES * GROUPS)
 #define CONSUMERS (128 * GROUPS)
@@ -38,10 +38,6 @@ struct Number {
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
 
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
-
 // A scale in both halves, in the activations' dtype. bits: 16.
 __device__ __forceinline__ u32 twice(u32 bits) {
 #if BF16 == SCALE_BF16
@@ -49,18 +45,6 @@ __device__ __forceinline__ u32 twice(u32 bits) {
 #else
     return narrow(widen(bits, SCALE_BF16)) * 0x10001u;
 #endif
-}
-
-// 64 inputs of TOKENS tokens.
-__device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int token, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 :: "r"(to), "l"(map), "r"(k), "r"(token), "r"(barrier) : "memory");
-}
-
-// For what other blocks of the cluster have pushed.
-__device__ __forceinline__ void wait_cluster(u32 barrier, u32 parity) {
-    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
-                 :: "r"(barrier), "r"(parity) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
@@ -151,16 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
         u32 zeros_at = base + ZEROS_AT + (tile * 8 + g) * 2, barrier = full;
         asm volatile("" : "+r"(magic), "+r"(words_at), "+r"(scales_at), "+r"(zeros_at), "+r"(barrier)); // in registers once, not at each use
 #if PUSH
-        // Sums of sixteen rows, as the instruction leaves them, to out.
-        auto write = [&](int at, const float (&sum)[TOKENS / 2]) {
-            const int n = strip * ROWS + at * 16 + g;
-            const float low = bias && n < N ? widen(bias[n], BF16) : 0, high = bias && n + 8 < N ? widen(bias[n + 8], BF16) : 0;
-#pragma unroll
-            for (int e = 0; e < TOKENS / 2; e++) {
-                const int token = token0 + e / 4 * 8 + 2 * t + e % 2, row = n + e % 4 / 2 * 8;
-                if (token < M && row < N) out[(size_t)token * N + row] = narrow(sum[e] + (e % 4 < 2 ? low : high));
-            }
-        };
+        auto write = [&](int at, const float (&sum)[TOKENS / 2]) { write_sums(out, bias, M, N, token0, strip * ROWS + at * 16, sum, 1); };
 #endif
         auto release = [&](int stage) {
             if (lane == 0) arrive(barrier + 8 * (STAGES + stage));
@@ -278,21 +253,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) warpgroup(
 #pragma unroll
             for (int r = 0; r < TILES; r++) {
                 const int at = tile + 4 * r;
-                const u32 to = pieces + (at % most * peers + rank) * TOKENS * 64 + lane * 16;
-#pragma unroll
-                for (int j = 0; j < TOKENS / 8; j++)
-                    push_peer(to + j * 512, make_float4(acc[r][4 * j], acc[r][4 * j + 1], acc[r][4 * j + 2], acc[r][4 * j + 3]), pushed, at / most);
+                push_sums(pieces + (at % most * peers + rank) * TOKENS * 64, acc[r], pushed, at / most);
             }
             if (warp >= owned) return;
             wait_cluster(pushed, 0);
             float sum[TOKENS / 2] = {};
-            for (int peer = 0; peer < peers; peer++)
-#pragma unroll
-                for (int j = 0; j < TOKENS / 8; j++) {
-                    const uint4 v = load_shared_16(pieces + (warp * peers + peer) * TOKENS * 64 + j * 512 + lane * 16);
-                    sum[4 * j] += __uint_as_float(v.x), sum[4 * j + 1] += __uint_as_float(v.y);
-                    sum[4 * j + 2] += __uint_as_float(v.z), sum[4 * j + 3] += __uint_as_float(v.w);
-                }
+            add_sums(sum, pieces + warp * peers * TOKENS * 64, peers);
             write(rank * most + warp, sum);
         } else {
 #pragma unroll

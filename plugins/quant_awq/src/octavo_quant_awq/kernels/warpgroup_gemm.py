@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
+from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, header, multiply
 from octavo_quant_awq.kernels.variant import Variant, stage_bytes
 
 PROCESSORS = 132
@@ -120,7 +120,11 @@ def _many(m: int, strips: int) -> WarpgroupShape:
 @cache
 def _module(variant: Variant, macros: tuple[tuple[str, int], ...], tokens: int, device: torch.device) -> Any:
     return compile_file(
-        "warpgroup.cu", variant.defines | dict(macros), device, features="a", before=_instruction(tokens, variant.bf16)
+        "warpgroup.cu",
+        variant.defines | dict(macros),
+        device,
+        features="a",
+        before=header("cluster.cuh") + _instruction(tokens, variant.bf16),
     )
 
 
