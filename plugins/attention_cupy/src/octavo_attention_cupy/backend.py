@@ -174,7 +174,7 @@ class CupyAttention:
         args.slots = step.slot_mapping[bound.group].data_ptr()
         args.tokens, args.rotary, args.eps = tokens, rotary, eps
         args.wide = rotary % 16 == 0 and (args.cosine | args.sine) % 16 == 0
-        lanes = next(n for n in (2, 4, 8, 16, 32) if n * 8 >= dim)
+        lanes = next(n for n in (1, 2, 4, 8, 16) if n * 16 >= dim)
         kernel, grid = bound.prologues[spread], -(-tokens * heads * lanes // PROLOGUE_THREADS)
         kernel((grid, 1), args, self.device, early=self.capability >= (9, 0))
         return q

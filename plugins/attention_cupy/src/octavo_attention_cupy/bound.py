@@ -29,7 +29,7 @@ from octavo_attention_cupy.tuning import (
 LOG2E = 1.4426950408889634
 ROW_WORK, BLOCK_WORK = 8, 12
 """int32 values of RowWork and BlockWork (cuda/work.cuh)."""
-PLAN_THREADS, WRITE_THREADS, PROLOGUE_THREADS, WIDEN_THREADS = 1024, 256, 256, 256
+PLAN_THREADS, WRITE_THREADS, PROLOGUE_THREADS, WIDEN_THREADS = 1024, 256, 128, 256
 
 
 @dataclass(slots=True)
