@@ -8,7 +8,8 @@ model also copies: a made-up recipe near the beginning (at 5%), and at the end i
 how many of the next 32 tokens are the recipe's before the first that is not.
 
 A cache is auto, a --kv-cache-dtype, or one with "+" or "-" behind it for --kv-cache-spread always or never; the first is what
-the others are compared with. A line of JSON for each cache and length, then a summary.
+the others are compared with. A line of JSON for each cache and length, then a summary. What prompts share at
+their beginning is computed once for each cache.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ class Found:
 def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
     """The next `count` tokens."""
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-    engine.prefixes.reset()
     engine.add(Request(id="needle", prompt=prompt, params=params))
     found: list[int] = []
     while engine.busy:
