@@ -115,6 +115,7 @@ class Breaking(Rest):
     """Takes two tokens, and then nothing more."""
 
     taken = 0
+    fault: Exception
 
     def copy(self) -> Breaking:
         made = Breaking(self._tokens, self._ends, self.texts)
@@ -125,7 +126,7 @@ class Breaking(Rest):
         super().accept(tokens)
         self.taken += len(tokens)
         if self.taken > 2:
-            raise GrammarError("the third token is one too many")
+            raise self.fault
 
 
 class Fragile(Choices):
@@ -142,11 +143,19 @@ class Fragile(Choices):
                 mask[:] = 0
 
 
-@pytest.mark.parametrize(("text", "says"), [("fails", "one too many"), ("stuck", "allows no token")])
+@pytest.mark.parametrize(
+    ("text", "fault", "says"),
+    [
+        ("fails", GrammarError("the third token is one too many"), "one too many"),
+        ("fails", IndexError("a plugin's mistake"), "IndexError: a plugin's mistake"),
+        ("stuck", None, "allows no token"),
+    ],
+)
 def test_a_state_that_cannot_go_on_ends_its_row_with_the_reason_and_no_other(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, text: str, fault: Exception | None, says: str
 ) -> None:
     monkeypatch.setattr("octavo.testing.choices.Choices", Fragile)
+    monkeypatch.setattr(Breaking, "fault", fault, raising=False)
     engine = make_engine(tiny)
     asked = [
         request(engine, "broken", PROMPTS[0], max_tokens=20, grammar=Grammar.choice([text])),
@@ -222,6 +231,29 @@ def test_a_request_waits_for_its_grammar_and_the_engine_for_nobody(engine: Engin
         engine.grammars = own
         for id in ("waits", "free"):
             engine.abort(id)
+    assert_empty(engine)
+
+
+def test_a_provider_that_fails_costs_the_request_and_not_the_engine(engine: Engine) -> None:
+    broken: list[Exception] = [RuntimeError("no such library"), RuntimeError("still none")]
+
+    def fails(grammar: Grammar) -> None:
+        if broken:
+            raise broken.pop()
+
+    refused: list[Refused] = []
+    own, engine.grammars = engine.grammars, grammars(fails)
+    try:
+        doors = Admissions(engine, refused.append)
+        for id in ("first", "second", "third"):
+            doors.add(request(engine, id, PROMPTS[0], max_tokens=4, grammar=Grammar.choice(["yes"])))
+            while doors.waiting:
+                doors.turn()
+    finally:
+        engine.grammars = own
+        engine.abort("third")
+    assert [(one.request_id, one.code) for one in refused] == [("first", "grammar_failed"), ("second", "grammar_failed")]
+    assert "RuntimeError" in refused[0].message
     assert_empty(engine)
 
 

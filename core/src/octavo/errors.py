@@ -50,7 +50,7 @@ class AdmissionRefused(OctavoError):
 
     `code` is one of ``queue_full`` (try again: HTTP 429 with Retry-After), ``too_large`` (the KV
     pool can never hold it: HTTP 400), ``no_capacity`` (hard block limit: HTTP 429), ``draining``,
-    ``loading`` or ``restarting`` (HTTP 503). `retry_after` is in seconds, None where trying again cannot help.
+    ``loading`` or ``restarting`` (HTTP 503), ``invalid_grammar`` (HTTP 400) or ``grammar_failed`` (HTTP 500). `retry_after` is in seconds, None where trying again cannot help.
     """
 
     def __init__(self, message: str, *, code: str, retry_after: float | None = None) -> None:

@@ -6,6 +6,7 @@ grammar is ready and goes on; the sampler takes copies of what is. Knows no requ
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from octavo.catalog import Options
 from octavo.errors import AdmissionRefused
 from octavo.grammar import Grammar, GrammarError
 from octavo.interfaces import Constraint, GrammarCompiler, GrammarParts
+
+log = logging.getLogger(__name__)
 
 KEPT = 512
 """Compiled grammars that are remembered."""
@@ -69,14 +72,21 @@ class Grammars:
         return found
 
     def require(self, grammar: Grammar) -> Constraint:
-        """The state of an answer that has not begun, waited for. Raises AdmissionRefused, code "invalid_grammar"."""
+        """The state of an answer that has not begun, waited for. Raises AdmissionRefused, code "invalid_grammar", or "grammar_failed"
+        where the fault is the provider's."""
         future = self.prepare(grammar)
         try:
-            return future.result(self.patience)
-        except GrammarError as error:
-            raise invalid(str(error)) from error
+            error = future.exception(self.patience)
         except Late:
             raise self.late() from None
+        if isinstance(error, GrammarError):
+            raise invalid(str(error)) from error
+        if error is not None:  # of whatever kind, a panic of a library's too: it ends no engine
+            self._known.pop(grammar, None)
+            log.error("a grammar (%s) could not be compiled", grammar.kind, exc_info=error)
+            message = f"the grammar provider failed: {type(error).__name__}: {error}"
+            raise AdmissionRefused(message, code="grammar_failed") from error
+        return future.result()
 
     def late(self) -> AdmissionRefused:
         return invalid(f"the grammar was not compiled within {self.patience:g} s: make it simpler")

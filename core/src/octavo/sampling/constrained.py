@@ -123,8 +123,8 @@ class ConstrainedRows:
         try:
             if tokens and row.state is not None:
                 row.state.accept(tokens)
-        except OctavoError as error:
-            row.error = str(error)
+        except Exception as error:
+            row.error = str(error) if isinstance(error, OctavoError) else f"the grammar failed: {type(error).__name__}: {error}"
 
     def _bits(self, ids: Sequence[int]) -> np.ndarray:
         bits = np.zeros(self.words * 32, np.uint8)

@@ -35,7 +35,7 @@ _TYPES = {
     504: "timeout_error",
 }
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "unsupported_media_type"}
-_REFUSED = {"queue_full": 429, "no_capacity": 429, "too_large": 400, "draining": 503}
+_REFUSED = {"queue_full": 429, "no_capacity": 429, "too_large": 400, "draining": 503, "grammar_failed": 500}
 
 
 class ApiError(OctavoError):
