@@ -25,7 +25,7 @@ from octavo.testing.paged import Scene, Shape
 from octavo_attention_triton.provider import TritonOptions, provider
 from octavo_attention_triton.tuning import PACKED
 
-from tests.gpu.backends import LENGTHS, check_a_captured_graph, check_a_step_of_all_kinds, check_it_repeats
+from tests.gpu.backends import LENGTHS, WORK, check_a_captured_graph, check_a_step_of_all_kinds, check_it_repeats
 
 pytestmark = pytest.mark.gpu
 
@@ -89,6 +89,23 @@ def test_an_fp8_cache_is_prefilled_from_pages_that_are_widened(shape: Shape) -> 
     if cuda_device().capability[0] != 9:
         pytest.skip("the kernel is for compute capability 9")
     check_a_step_of_all_kinds(target(prefill="hopper").scene(shape, LENGTHS))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("heads", [(16, 4), (8, 8), (24, 1)])
+def test_products_in_fp8_are_off_by_what_rounding_their_operands_takes(heads: tuple[int, int], size: int) -> None:
+    """Queries and weights have 3 bits behind the first, so each is off by 1/16 at most, and a sum of many by a share of that."""
+    if cuda_device().capability[0] != 9:
+        pytest.skip("the kernel is for compute capability 9")
+    shape = Shape(heads, 128, block_size=size, dtype=BF16, kv_dtype=E4M3, k_scale=0.3, v_scale=0.7)
+    scene = target(prefill="hopper", fp8_products=True).scene(shape, LENGTHS)
+    scene.fill([start for _, start, _ in WORK])
+    for item, answer in zip(WORK, scene.run(WORK, lse=True), strict=True):
+        right = scene.expected(item)
+        assert torch.isfinite(answer.out).all(), item
+        assert float((answer.out.double() - right.out).norm() / right.out.norm()) < 0.05, item
+        assert float((answer.lse.double() - right.lse).abs().max()) < 0.1, item
+    scene.check_untouched()
 
 
 @pytest.mark.parametrize("merge", ["fused", "kernel"])

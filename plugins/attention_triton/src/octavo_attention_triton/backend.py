@@ -49,6 +49,11 @@ def _wide_tokens(limits: Limits) -> int:
     return max(limits.max_model_len, limits.max_num_batched_tokens)
 
 
+def _windowed(layer: AttentionLayer, spec: KVSpec) -> AttentionLayer:
+    """The layer with the window that its cache has, if it says none itself."""
+    return replace(layer, window=spec.window) if layer.window is None and spec.window is not None else layer
+
+
 class TritonAttention:
     """`octavo.interfaces.AttentionBackend` on Triton. graphs "decode": a step of one token a row may be captured.
     compiles_ahead: steps may be run with its kernels left out (octavo.engine.rehearsal)."""
@@ -93,7 +98,11 @@ class TritonAttention:
 
     def workspace_bytes(self, groups: Sequence[KVGroup], layers: Sequence[AttentionLayer], limits: Limits) -> int:
         """What `bind` takes for widened pages of an FP8 cache: up to 512 MiB."""
-        bound = [(layers[i], self._geometry(group.spec, group.block_size)) for group in groups for i in group.layers]
+        bound = [
+            (_windowed(layers[i], group.spec), self._geometry(group.spec, group.block_size))
+            for group in groups
+            for i in group.layers
+        ]
         return self._prefill.workspace_values(bound, _wide_tokens(limits)) * self.dtype.itemsize
 
     def bind(self, groups: Sequence[BoundGroup], limits: Limits) -> None:
@@ -103,12 +112,13 @@ class TritonAttention:
         rows = limits.max_num_seqs
         partials = 1
         geometries = [self._geometry(bound.group.spec, bound.group.block_size) for bound in groups]
-        layers = [(layer, g) for bound, g in zip(groups, geometries, strict=True) for layer in bound.layers]
+        layers = [
+            (_windowed(layer, bound.group.spec), g) for bound, g in zip(groups, geometries, strict=True) for layer in bound.layers
+        ]
         self._prefill.bind(layers, _wide_tokens(limits))
         for bound, geometry in zip(groups, geometries, strict=True):
             for layer, cache in zip(bound.layers, bound.caches, strict=True):
-                if layer.window is None and bound.group.spec.window is not None:
-                    layer = replace(layer, window=bound.group.spec.window)
+                layer = _windowed(layer, bound.group.spec)
                 self._check(layer, cache, geometry)
                 work = self._work(bound, layer, geometry, rows)
                 self._layers[layer.index] = Bound(

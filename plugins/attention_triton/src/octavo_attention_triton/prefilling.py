@@ -1,12 +1,13 @@
 """Rows with several new tokens: which kernel serves a layer, what its programs do, and the launches.
 
-Owns the workspace that FP8 pages are widened into. Runs in eager steps only, so all lists are made on the host, once a step for
+Owns the workspace that FP8 pages are widened into, or packed for products in FP8. Runs in eager steps only, so all lists are made on the host, once a step for
 all layers that can share them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from octavo_ops_triton.launch import Launcher, constants_of
 
 from octavo_attention_triton.bound import Bound
 from octavo_attention_triton.geometry import ELEMENT_BYTES, PageGeometry
-from octavo_attention_triton.kernels import prefill, widen
+from octavo_attention_triton.kernels import prefill, repack, widen
 from octavo_attention_triton.prefill_tiles import Items, tile_list
 from octavo_attention_triton.provider import FP8, TritonOptions
 from octavo_attention_triton.tuning import HOPPER_TOKENS, Tile, hopper_prefill_fits, prefill_tile
@@ -39,7 +40,7 @@ class Prefill:
     def __init__(
         self, options: TritonOptions, dtype: str, device: torch.device, launch: Launcher, *, hopper: bool, roomy: bool, sms: int
     ) -> None:
-        self._choice, self._row_align = options.prefill, options.row_align
+        self._choice, self._row_align, self._narrow = options.prefill, options.row_align, options.fp8_products
         self._dtype_name, self._dtype = dtype, getattr(torch, dtype)
         self._device, self._launch = device, launch
         self._hopper, self._roomy, self._sms = hopper, roomy, sms
@@ -53,7 +54,7 @@ class Prefill:
 
     def workspace_values(self, layers: Iterable[tuple[AttentionLayer, PageGeometry]], wide_tokens: int) -> int:
         """Values of the workspace that `bind` allocates."""
-        return max((self._wide_pages(layer, g, wide_tokens) * _page_values(g) for layer, g in layers), default=0)
+        return max((self._wide_pages(layer, g, wide_tokens) * self._wide_values(layer, g) for layer, g in layers), default=0)
 
     def _hopper_serves(self, layer: AttentionLayer, g: PageGeometry) -> bool:
         """Whether the Hopper kernel prefills this layer: from its cache, or from FP8 pages that are widened for it."""
@@ -71,6 +72,12 @@ class Prefill:
             )
         )
 
+    def _multiplies_fp8(self, layer: AttentionLayer, g: PageGeometry) -> bool:
+        """Whether this layer's long prompts are multiplied in FP8; the workspace then has tiles of HOPPER_TOKENS for pages."""
+        plain = layer.window is None and not layer.softcap and layer.sinks is None and g.k_dim == g.v_dim == 128
+        packed = g.dtype == "float8_e4m3fn" and g.v_transposed and g.page <= HOPPER_TOKENS
+        return self._narrow and plain and packed and self._hopper_serves(layer, g)
+
     def wide_pages(self, layer: AttentionLayer, g: PageGeometry) -> int:
         """Pages of the workspace for FP8 pages of this layer; 0 where it needs none."""
         return self._wide_pages(layer, g, self._wide_tokens)
@@ -78,15 +85,25 @@ class Prefill:
     def _wide_pages(self, layer: AttentionLayer, g: PageGeometry, tokens: int) -> int:
         if g.dtype not in FP8 or not self._hopper_serves(layer, g):
             return 0
+        if self._multiplies_fp8(layer, g):
+            return workspace_pages(replace(g, page=HOPPER_TOKENS), 1, tokens)
         return workspace_pages(g, self._dtype.itemsize, tokens)
+
+    def _wide_values(self, layer: AttentionLayer, g: PageGeometry) -> int:
+        """16-bit values of a page of the workspace."""
+        if self._multiplies_fp8(layer, g):
+            return _page_values(replace(g, page=HOPPER_TOKENS)) // 2
+        return _page_values(g)
 
     def descriptor(self, layer: AttentionLayer, cache: torch.Tensor, g: PageGeometry) -> Any:
         """The copy descriptor of what the Hopper kernel reads if it prefills this layer, else None. ValueError if it is asked
         for and cannot."""
         if self._hopper_serves(layer, g):
-            from octavo_attention_triton.kernels import hopper_prefill
+            from octavo_attention_triton.kernels import hopper_prefill, hopper_prefill_fp8
 
-            wide = self._workspace[: self.wide_pages(layer, g) * _page_values(g)]
+            wide = self._workspace[: self.wide_pages(layer, g) * self._wide_values(layer, g)]
+            if self._multiplies_fp8(layer, g):
+                return hopper_prefill_fp8.descriptor(wide.view(cache.dtype))
             return hopper_prefill.descriptor(wide if len(wide) else cache, g.k_dim, g.page)
         if self._choice == "hopper":
             raise ValueError(
@@ -103,10 +120,10 @@ class Prefill:
         widens = self._choice == "hopper" or pays(step.host)
         for bound in layers:
             if bound.wide_pages and widens:
-                layer, page, wide = bound.layer, bound.geometry.page, self._wide_key(bound)
+                layer, wide = bound.layer, self._wide_key(bound)
                 if wide not in widened:
                     kind = (bound.shape["GROUP"], layer.num_kv_heads, self._sms, layer.window)
-                    widened[wide] = batches(step.host, *kind, page, bound.wide_pages, self._device)
+                    widened[wide] = batches(step.host, *kind, wide[3], bound.wide_pages, self._device)
                 if widened[wide] is not None:
                     continue
             key = self._list_key(bound, step)
@@ -132,16 +149,21 @@ class Prefill:
         )  # fmt: skip
 
     def _wide_key(self, bound: Bound) -> tuple[Any, ...]:
-        """Layers of one key widen the same pages of their caches."""
-        return bound.shape["GROUP"], bound.layer.num_kv_heads, bound.layer.window, bound.geometry.page, bound.wide_pages
+        """Layers of one key widen the same pages of their caches, of as many tokens as the fourth says."""
+        page = HOPPER_TOKENS if self._multiplies_fp8(bound.layer, bound.geometry) else bound.geometry.page
+        return bound.shape["GROUP"], bound.layer.num_kv_heads, bound.layer.window, page, bound.wide_pages
 
     def run(self, bound: Bound, step: Step, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Attention of the chunks' tokens; rows of one token are left to decode."""
         layer, table, shape = bound.layer, step.tables[bound.group], bound.shape
         if bound.wide_pages and (found := step.scratch["triton.widened"].get(self._wide_key(bound))) is not None:
+            narrow = self._multiplies_fp8(layer, bound.geometry)
             for batch in found:
-                self._widen(bound, table, batch.pages)
-                self._specialised(bound, batch.table, batch.items, q, out, lse)
+                if narrow:
+                    self._in_fp8(bound, table, batch, q, out, lse)
+                else:
+                    self._widen(bound, table, batch.pages)
+                    self._specialised(bound, batch.table, batch.items, q, out, lse)
             return
         tiles = step.scratch["triton.tiles"][self._list_key(bound, step)]
         if bound.descriptor is not None and not bound.wide_pages:
@@ -188,5 +210,32 @@ class Prefill:
             hopper.hopper_prefill_kernel, (items.starts.shape[0] - 1, 1),
             (q, out, log, table, items.records, items.starts, sinks),
             (layer.num_kv_heads, layer.window or 0, scale, softcap, v_scale, table.stride(0)), (*strides, *bound.constants[key]),
+            warps=4, overlap=False, descriptors=(bound.descriptor,),
+        )  # fmt: skip
+
+    def _in_fp8(
+        self, bound: Bound, table: torch.Tensor, batch: Batch, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """Pages of the layer's e4m3 cache into tiles, and products in FP8 with them."""
+        from octavo_attention_triton.kernels import hopper_prefill_fp8 as hopper
+
+        layer, g = bound.layer, bound.geometry
+        repack.repack_kernel[(batch.pages.shape[0], g.heads)](
+            bound.cache.view(torch.int16), table, batch.pages, self._workspace.view(torch.int16), table.stride(0), bound.cache.stride(0),
+            HEADS=g.heads, DIM=g.k_dim, PAGE=g.page, TOKENS=HOPPER_TOKENS, K_ROW=g.k_row, V_BASE=g.v_base, num_warps=4,
+        )  # fmt: skip
+        scale, _, v_scale = bound.numbers()
+        log = self._nothing if lse is None else lse
+        key = ("hopper_prefill_fp8", lse is not None)
+        if key not in bound.constants:
+            bound.constants[key] = constants_of(
+                hopper.hopper_prefill_fp8_kernel, GROUP=bound.shape["GROUP"], DIM=hopper.DIM, BLOCK_N=hopper.BLOCK_N, STAGES=hopper.STAGES,
+                LSE=lse is not None,
+            )  # fmt: skip
+        strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1), log.stride(0)
+        self._launch(
+            hopper.hopper_prefill_fp8_kernel, (batch.items.starts.shape[0] - 1, 1),
+            (q, out, log, batch.table, batch.items.records, batch.items.starts),
+            (layer.num_kv_heads, scale, v_scale, batch.table.stride(0)), (*strides, *bound.constants[key]),
             warps=4, overlap=False, descriptors=(bound.descriptor,),
         )  # fmt: skip

@@ -28,6 +28,11 @@ class TritonOptions(Options):
         description="Prefill kernel; hopper is warp-specialised, for dim 64 or 128 on capability 9; pages of an FP8 cache are widened for it, by auto only "
         "where a step has enough tokens.",
     )
+    fp8_products: bool = Field(
+        False,
+        description="Multiply long prompts over an e4m3 cache in FP8 (capability 9, dim 128, no window): faster, and queries and weights are "
+        "rounded to e4m3, too.",
+    )
     shared_prefix_bytes: int = Field(
         64 << 20,
         ge=0,

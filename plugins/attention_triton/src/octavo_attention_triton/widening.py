@@ -27,7 +27,7 @@ WORTH = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows that are widened together. pages int32 [n, 2]: (state-table row, column) of each page of the workspace; table int32
+    """Rows that are widened together. pages int32 [n, 3]: (state-table row, column, tokens) of each page of the workspace; table int32
     [rows, columns]: where the workspace has a row's column; items: the kernel's work, whose rows are the table's."""
 
     pages: torch.Tensor
@@ -58,6 +58,8 @@ def batches(
     made = []
     for rows in found:
         pages, table = page_lists(host, rows)
+        tokens = [np.minimum(host.seq_lens[w.row] - page * np.arange(w.first, w.first + w.pages), page) for w in rows]
+        pages = np.column_stack((pages, np.concatenate(tokens))).astype(np.int32)
         # A tile of K and V may reach past a row's last page: what it reads there is masked, but must be a page.
         table = np.maximum(np.maximum.accumulate(table, axis=1), 0)
         tiles = tile_list(host, HOPPER_TOKENS // group, window, np.array([w.row for w in rows]))

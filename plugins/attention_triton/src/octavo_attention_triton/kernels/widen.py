@@ -24,12 +24,12 @@ def widen_kernel(
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
     PAGE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_BASE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Page i of out is page pages[i] = (row, column) of the block table; one program widens one head of it. An unassigned one (-1)
+    """Page i of out is page pages[i] = (row, column, ...) of the block table; one program widens one head of it. An unassigned one (-1)
     is left as it is: nothing in it counts."""
     i = tl.program_id(0)
     head = tl.program_id(1)
-    row = tl.load(pages_ptr + 2 * i).to(tl.int64)
-    page = tl.load(table_ptr + row * table_stride + tl.load(pages_ptr + 2 * i + 1)).to(tl.int64)
+    row = tl.load(pages_ptr + 3 * i).to(tl.int64)
+    page = tl.load(table_ptr + row * table_stride + tl.load(pages_ptr + 3 * i + 1)).to(tl.int64)
     if page < 0:
         return
     dtype: tl.constexpr = out_ptr.dtype.element_ty
