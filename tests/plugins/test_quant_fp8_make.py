@@ -283,7 +283,12 @@ def test_the_command_makes_a_checkpoint_and_says_what_it_did(
     assert "--set kv_cache=true|false " in shown and "[default: true]" in shown and "--set window=... " in shown
     (tmp_path / "text").write_text(TEXT)
     words = ["quantize", "fp8", str(model), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    assert cli.main([*words, "--calibrate", str(tmp_path / "text")]) == 0
+    before = torch.get_num_threads()
+    try:
+        assert cli.main([*words, "--calibrate", str(tmp_path / "text"), "--num-threads", "1"]) == 0
+        assert torch.get_num_threads() == 1, "threads that wait for cores of others take many times as long"
+    finally:
+        torch.set_num_threads(before)
     told = capsys.readouterr()
     assert "matrices: 14" in told.out and "KV scales: 2 layers" in told.out and "octavo: quantising" in told.err
     assert cli.main(["quantize", "fp8", str(model)]) == 2

@@ -25,7 +25,7 @@ from octavo.first_party import owner
 from octavo.interfaces import Quantize, QuantizeTask
 from octavo.wording import complaints, hint, unreadable
 
-FLAGS = ("revision", "device", "dtype", "model_adapter", "plugins")
+FLAGS = ("revision", "device", "num_threads", "dtype", "model_adapter", "plugins")
 """The engine's settings that matter here."""
 
 
@@ -92,7 +92,9 @@ def quantize(
     tell: Any = lambda stage, done=0, total=0: None,
 ) -> dict[str, Any]:
     """Make the checkpoint: {"out", "bytes", "quantization_config", "report"}. Nothing is left at `out` if it fails."""
-    from octavo.engine.device import choose_device
+    import torch
+
+    from octavo.engine.device import choose_device, spare_threads
     from octavo.engine.precision import model_dtype
     from octavo.model.export import CheckpointWriter
     from octavo.model.source import resolve_source
@@ -103,6 +105,8 @@ def quantize(
         method = source.quantization_config.get("quant_method")
         raise ConfigError(f"{source.path}: is quantised already ({method}); give the checkpoint that it was made from")
     device = choose_device(config.device).device
+    if device.type == "cpu":
+        torch.set_num_threads(spare_threads(config.num_threads).count)
     dtype, _ = model_dtype(config.dtype, source, device)
     facts = {"architecture": source.architecture, "config": source.config}
     adapter = catalog.resolve("model", Needs("model", device, dtype, facts), config.model_adapter).create(None)

@@ -167,7 +167,7 @@ def calibration_windows(task: QuantizeTask, length: int, count: int | None = Non
     """The task's text as token ids in windows of `length`, or of the model's context where that is shorter (the last window may be
     shorter still), at most `count` of them; each starts with the model's bos where it has one. QuantizeError without a text."""
     if task.calibration is None:
-        raise QuantizeError("this needs a text to calibrate on: give --calibrate FILE")
+        raise QuantizeError("this needs a text to calibrate on: give --calibrate FILE (or --data FILE, which is the same)")
     longest = task.adapter.facts(task.source.config, task.dtype, task.dtype).max_position
     length = min(length, longest) if longest else length
     files = load_tokenizer_files(task.source)
