@@ -46,7 +46,7 @@ from octavo_quant_awq.packing import Grouped, unblocked, unpaired
 from torch import Tensor
 
 SHAPES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
-ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+ROWS = (1, 2, 4, 8, 9, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BYTES = 400 << 20  # of weights that a figure rotates over
 REPLAYS = 7
 LENGTH = 1000.0  # microseconds that a graph takes at least

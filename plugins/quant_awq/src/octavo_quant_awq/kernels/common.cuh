@@ -74,6 +74,9 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
     return d;
 }
 
+// A lane's word of step `step` of 32 inputs.
+__device__ __forceinline__ u32 pick(const uint4& four, int step) { return step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w; }
+
 // The weights of a word in pairs: of even pairs q, of odd ones 16 q, in units of the smallest number.
 __device__ __forceinline__ void nibbles(u32 (&a)[4], u32 w) {
     const u32 v = w >> 8;

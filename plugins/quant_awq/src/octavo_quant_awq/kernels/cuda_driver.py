@@ -1,4 +1,4 @@
-"""The CUDA files of this package as launches: `octavo.cuda`, with the headers and the grid that they share."""
+"""The CUDA files of this package on top of `octavo.cuda`: their headers, and the launch that the products share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from importlib import resources
 from typing import Any
 
 import torch
-from octavo.cuda import Function, TensorMap, compile_source, tensor_map
+from octavo.cuda import Function, compile_source, tensor_map
 from torch import Tensor
-
-__all__ = ["CudaFunction", "Matrix", "compile_file", "compile_source", "header", "multiply"]
 
 
 def header(name: str) -> str:
@@ -23,30 +21,12 @@ def compile_file(name: str, defines: dict[str, int], device: torch.device, *, fe
     return compile_source(source, defines, device, features=features)
 
 
-class CudaFunction(Function):
-    """A `Function` whose clusters lie along y."""
-
-    def __call__(  # type: ignore[override]
-        self,
-        x: int,
-        z: int,
-        pointers: tuple[int, ...],
-        numbers: tuple[int, ...],
-        *,
-        y: int | None = None,
-        first: TensorMap | None = None,
-    ) -> None:
-        """Launch x * y * z blocks (y: the cluster's size unless given) with the tensor map `first`, if there is one, these addresses, then
-        these int32."""
-        super().__call__((x, y or self.cluster, z), pointers, numbers, by_value=() if first is None else (first,))
-
-
 Matrix = tuple[Tensor, Tensor, Tensor | None]
 """A matrix of 4-bit weights in memory: words, scales, and zero points or None."""
 
 
 def multiply(
-    call: CudaFunction,
+    call: Function,
     blocks: int,
     matrix: Matrix,
     x: Tensor,
@@ -59,12 +39,12 @@ def multiply(
     box: int = 0,
     more: tuple[Tensor, ...] = (),
 ) -> Tensor:
-    """out [M, N] = x [M, K] W^T + bias by a kernel of this package: `blocks` along x, and y and z as `CudaFunction` takes them. x's rows must be
+    """out [M, N] = x [M, K] W^T + bias by a kernel of this package: `blocks` along x, y (the cluster's size unless given) and z. x's rows must be
     dense and start at multiples of 16 bytes. box: rows of x that the kernel copies by a tensor map, 64 inputs at a time; without it, the kernel takes x's address and
     stride. more: what the kernel takes besides."""
     (m, k), n = x.shape, out.shape[1]
     tensors = (*matrix, bias, out) if box else (*matrix, x, bias, out, *more)
     pointers = tuple(0 if t is None else t.data_ptr() for t in tensors)
     numbers = (m, n, k, group_step) if box else (m, n, k, x.stride(0), group_step)
-    call(blocks, z, pointers, numbers, y=y, first=tensor_map(x, (64, box)) if box else None)
+    call((blocks, y or call.cluster, z), pointers, numbers, by_value=(tensor_map(x, (64, box)),) if box else ())
     return out

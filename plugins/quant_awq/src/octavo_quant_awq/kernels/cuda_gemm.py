@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from octavo.cuda import Function
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
+from octavo_quant_awq.kernels.cuda_driver import Matrix, compile_file, multiply
 from octavo_quant_awq.kernels.variant import Variant
 
 
@@ -69,7 +70,7 @@ def choose_shape(tiles: int, rows: int, inputs: int, *, clusters: bool) -> Shape
 
 
 @cache
-def function(variant: Variant, tiles: int, shape: Shape, device: torch.device, dependent: bool) -> CudaFunction:
+def function(variant: Variant, tiles: int, shape: Shape, device: torch.device, dependent: bool) -> Function:
     """The compiled kernel; the first call compiles."""
     defines = variant.defines | {
         "TAIL": int(variant.tail), "TOKEN_TILES": tiles, "ROW_TILES": shape.row_tiles, "WARPS_N": shape.warps_n,
@@ -77,11 +78,11 @@ def function(variant: Variant, tiles: int, shape: Shape, device: torch.device, d
     }  # fmt: skip
     module = compile_file("w4a16.cu", defines, device)
     shared = 4 * shape.warps_k * 8 * tiles * (shape.rows + 4)
-    return CudaFunction(module, "w4a16", threads=shape.threads, cluster=shape.cluster, shared=shared, dependent=dependent)
+    return Function(module, "w4a16", threads=shape.threads, cluster=shape.cluster, shared=shared, dependent=dependent)
 
 
 def launch(
-    call: CudaFunction, shape: Shape, tiles: int, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
+    call: Function, shape: Shape, tiles: int, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
 ) -> Tensor:
     """As `multiply`."""
     return multiply(call, -(-out.shape[1] // shape.rows), matrix, x, bias, out, group_step, z=-(-len(x) // (8 * tiles)))

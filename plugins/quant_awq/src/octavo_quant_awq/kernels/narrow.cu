@@ -9,18 +9,12 @@
 // x: where WARPS_N is 1, every warp has a ring of it too and waits for no other; else the block reads all of it first. Operands are the integers q; what zero points add too much is
 // subtracted from the products of a group, by its sum of x: that of a ring is made by the tensor cores, else it is made as x is read.
 //
-// Macros besides those of common.cuh: TOKENS (1, or the most rows of x), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, SPLIT (0 or 1: products of a group
+// few.cuh comes before this file. Macros besides those of common.cuh: TOKENS (1, or the most rows of x), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, SPLIT (0 or 1: products of a group
 // are summed in two chains, which takes registers), TAIL (K is no multiple of 128).
 
-#define THREADS (32 * WARPS_N * WARPS_K)
-#define TILES (ROW_TILES * WARPS_N)
-#define PITCH (16 * ROW_TILES + 4)
-#define SLOT (ROW_TILES * 1024)
 #define X_RING (WARPS_N == 1)
 #define X_ROW (TOKENS > 1 ? 272 : 256) // bytes of a row of a block of x in the ring; 16 more, so that ldmatrix meets no bank twice
 #define X_SLOT (TOKENS * X_ROW)
-#define FIRST 1 // stages that begin before x
-#define CHUNKS (2 + ZEROS) // of 16 bytes, for scales and zero points of a tile
 #define COLUMNS (TOKENS == 1 ? 1 : 2) // tokens of which a lane has sums
 
 // Eight inputs, past L1: it may hold what lay there before the kernel in front wrote them.
@@ -49,14 +43,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
     const uint4* __restrict__ words, const uint4* __restrict__ scales, const uint4* __restrict__ zeros, const u16* x,
     const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, int x_stride, int group_step) {
     extern __shared__ __align__(128) unsigned char memory[]; // rings of weights; scales; zero points; minus the sums of groups of x; x
-    __shared__ __align__(8) u64 barriers[WARPS_N * WARPS_K * STAGES];
+    __shared__ __align__(8) u64 barriers[WARPS * STAGES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
     const int tiles = (N + 15) / 16, tile0 = blockIdx.x * TILES, mine = tile0 + warp_n * ROW_TILES; // of 16 rows
     const int blocks = (K + 127) / 128;
     const u32 base = (u32)__cvta_generic_to_shared(memory);
     const u32 ring = base + warp * STAGES * SLOT, full = (u32)__cvta_generic_to_shared(barriers) + warp * STAGES * 8;
-    const u32 scales_at = base + WARPS_N * WARPS_K * STAGES * SLOT, zeros_at = scales_at + blocks * SUB * TILES * 32;
+    const u32 scales_at = base + WARPS * STAGES * SLOT, zeros_at = scales_at + blocks * SUB * TILES * 32;
     const u32 sums_at = zeros_at + ZEROS * blocks * SUB * TILES * 16, x_at = sums_at + (X_RING ? 0 : (blocks * SUB * TOKENS * 4 + 15) / 16 * 16);
 
     launch_dependents();
@@ -82,14 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
 
     // Scales and zero points, [group][tile of this block]: a warp's own, or those of all by all.
     for (int c = X_RING ? lane : threadIdx.x; c < (X_RING ? turns : blocks) * SUB * TILES * CHUNKS; c += X_RING ? 32 : THREADS) {
-        const int n = c / (TILES * CHUNKS), i = c % (TILES * CHUNKS), j = i < 2 * TILES ? i / 2 : i - 2 * TILES;
-        const int group = X_RING ? (warp_k + n / SUB * WARPS_K) * SUB + n % SUB : n;
-        if (tile0 + j >= tiles) continue;
-        const size_t at = (size_t)(SUB == 1 ? group * group_step : group) * tiles + tile0 + j;
-        if (i < 2 * TILES)
-            copy_16(scales_at + (group * TILES * 2 + i) * 16, scales + at * 2 + i % 2, true);
-        else
-            copy_16(zeros_at + (group * TILES + j) * 16, zeros + at, true);
+        const int n = c / (TILES * CHUNKS), group = X_RING ? (warp_k + n / SUB * WARPS_K) * SUB + n % SUB : n;
+        copy_scales(scales_at, zeros_at, scales, zeros, group, group, c % (TILES * CHUNKS), tile0, tiles, group_step);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 
@@ -137,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
     u32 row = x_at + warp_k * 256 + (TOKENS == 1 ? 0 : min(lane % 8, M - 1)) * x_pitch + lane / 8 * 16;
 #endif
 
-    float acc[ROW_TILES][4] = {};
+    float acc[ROW_TILES][1][4] = {};
     u32 scale_at = scales_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 32 + g * 4;
     u32 zero_at = zeros_at + (warp_k * SUB * TILES + warp_n * ROW_TILES) * 16 + g * 2;
 #if !X_RING
@@ -187,11 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
                 for (int r = 0; r < ROW_TILES; r++) {
                     u32 a[2][4]; // [row g or g + 8][pair of inputs]
 #pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const uint4 four = word[r][h];
-                        const u32 w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-                        numbers(a[h], w);
-                    }
+                    for (int h = 0; h < 2; h++) numbers(a[h], pick(word[r][h], i));
                     mma(part[r][0], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
                     mma(part[r][SPLIT], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
                 }
@@ -216,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
                 for (int e = 0; e < 4; e++) {
                     if (TOKENS == 1 && e % 2) continue; // of a token that is not there
                     const float sum = part[r][0][e] + (SPLIT ? part[r][1][e] : 0) + (e < 2 ? below : above) * minus[e % COLUMNS];
-                    acc[r][e] += (e < 2 ? low : high) * sum;
+                    acc[r][0][e] += (e < 2 ? low : high) * sum;
                 }
             }
         }
@@ -233,23 +217,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) na
         if (++s == STAGES) s = 0, parity ^= 1;
     }
 
-    // The warp's ring has been read: its memory takes the sums, float [token][PITCH].
-    float* sums = (float*)(memory + warp * STAGES * SLOT);
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            if (2 * t + e % 2 < M) sums[(2 * t + e % 2) * PITCH + 16 * r + g + e / 2 * 8] = acc[r][e];
+    keep_sums(memory, M, acc);
     __syncthreads();
     for (int e = threadIdx.x; e < M * TILES * 4; e += THREADS) {
         const int token = e / (TILES * 4), at = e % (TILES * 4) * 4, n = 16 * tile0 + at;
-        const int offset = at / (16 * ROW_TILES) * STAGES * SLOT + (token * PITCH + at % (16 * ROW_TILES)) * 4;
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int k = 0; k < WARPS_K; k++) {
-            const float4 more = *(const float4*)(memory + offset + k * WARPS_N * STAGES * SLOT);
-            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-        }
+        float4 sum = add_sums(memory, token, at);
         sum.x *= FROM_NUMBERS, sum.y *= FROM_NUMBERS, sum.z *= FROM_NUMBERS, sum.w *= FROM_NUMBERS;
         store_4(out + (size_t)token * N + n, bias, n, N, sum);
     }

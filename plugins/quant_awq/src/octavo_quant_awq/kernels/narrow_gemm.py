@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from octavo.cuda import Function
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
+from octavo_quant_awq.kernels.cuda_driver import Matrix, compile_file, header, multiply
 from octavo_quant_awq.kernels.variant import Variant
 
 PROCESSORS = 132
@@ -80,19 +81,19 @@ def choose_shape(m: int, rows: int, inputs: int, variant: Variant) -> NarrowShap
 
 
 @cache
-def function(variant: Variant, tokens: int, shape: NarrowShape, inputs: int, device: torch.device) -> CudaFunction:
+def function(variant: Variant, tokens: int, shape: NarrowShape, inputs: int, device: torch.device) -> Function:
     """The compiled kernel for up to `tokens` rows of x (1: for one); the first call compiles."""
     defines = variant.defines | {
         "TAIL": int(variant.tail), "TOKENS": tokens, "ROW_TILES": shape.row_tiles, "WARPS_N": shape.warps_n, "WARPS_K": shape.warps_k,
         "STAGES": shape.stages, "SPLIT": int(shape.split),
     }  # fmt: skip
     shared = max(shape.taken(variant, tokens, inputs), ALONE)
-    module = compile_file("narrow.cu", defines, device)
-    return CudaFunction(module, "narrow", threads=shape.threads, cluster=1, shared=shared, dependent=True)
+    module = compile_file("narrow.cu", defines, device, before=header("few.cuh"))
+    return Function(module, "narrow", threads=shape.threads, cluster=1, shared=shared, dependent=True)
 
 
 def launch(
-    call: CudaFunction, shape: NarrowShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
+    call: Function, shape: NarrowShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
 ) -> Tensor:
     """As `multiply`."""
     return multiply(call, -(-out.shape[1] // shape.rows), matrix, x, bias, out, group_step)

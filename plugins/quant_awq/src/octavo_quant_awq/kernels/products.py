@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from octavo.cuda import Function
 from torch import Tensor
 
 from octavo_quant_awq.kernels import (
@@ -22,7 +23,6 @@ from octavo_quant_awq.kernels import (
     triton_gemm,
     warpgroup_gemm,
 )
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction
 from octavo_quant_awq.kernels.limits import NARROW_ROWS, OTHER_ROWS, RING_ROWS, SPLIT_ROWS, STATIONARY_ROWS, WARPGROUP_ROWS
 from octavo_quant_awq.kernels.variant import Variant
 
@@ -80,23 +80,23 @@ class CudaProduct:
         with torch.cuda.device(self._device):  # a thread starts on the first GPU
             return job()
 
-    def _split(self, m: int) -> tuple[CudaFunction, split_gemm.SplitShape]:
+    def _split(self, m: int) -> tuple[Function, split_gemm.SplitShape]:
         shape = self._split_shapes[split_gemm.held(m)]
         return split_gemm.function(self._variant, shape, self._inputs, self._device), shape
 
-    def _stationary(self, m: int) -> tuple[CudaFunction, stationary_gemm.StationaryShape]:
+    def _stationary(self, m: int) -> tuple[Function, stationary_gemm.StationaryShape]:
         shape = self._standing[stationary_gemm.held(m)]
         return stationary_gemm.function(self._variant, shape, self._device), shape
 
     def _narrow_shape(self, m: int) -> narrow_gemm.NarrowShape | None:
         return narrow_gemm.choose_shape(m, self._rows, self._inputs, self._variant)
 
-    def _narrow(self, m: int) -> tuple[CudaFunction, narrow_gemm.NarrowShape]:
+    def _narrow(self, m: int) -> tuple[Function, narrow_gemm.NarrowShape]:
         shape, tokens = self._narrow_shape(m), narrow_gemm.held(m)
         assert shape is not None
         return narrow_gemm.function(self._variant, tokens, shape, self._inputs, self._device), shape
 
-    def _ring(self, m: int) -> tuple[CudaFunction, ring_gemm.RingShape]:
+    def _ring(self, m: int) -> tuple[Function, ring_gemm.RingShape]:
         shape = ring_gemm.choose_shape(ring_gemm.tokens_of(m), self._rows, self._inputs, self._variant)
         return ring_gemm.function(self._variant, shape, self._device), shape
 

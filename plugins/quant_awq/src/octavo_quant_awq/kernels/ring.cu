@@ -24,9 +24,6 @@
 #define ZEROS_AT (SCALES_AT + SUB * ROWS * 2)
 #define STAGE_BYTES ((ZEROS_AT + ZEROS * SUB * ROWS + 1023) / 1024 * 1024)
 
-// A lane's word of step `step` of 32 inputs.
-__device__ __forceinline__ u32 pick(const uint4& four, int step) { return step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w; }
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) ring(
     const __grid_constant__ TensorMap map, const uint4* __restrict__ words, const u32* __restrict__ scales, const u16* __restrict__ zeros,
     const u16* __restrict__ bias, u16* __restrict__ out, int M, int N, int K, int group_step) {

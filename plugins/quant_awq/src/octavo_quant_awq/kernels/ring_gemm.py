@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from octavo.cuda import Function
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, header, multiply
+from octavo_quant_awq.kernels.cuda_driver import Matrix, compile_file, header, multiply
 from octavo_quant_awq.kernels.variant import Variant, stage_bytes
 
 PROCESSORS = 132
@@ -84,14 +85,14 @@ def choose_shape(m: int, rows: int, inputs: int, variant: Variant) -> RingShape:
 
 
 @cache
-def function(variant: Variant, shape: RingShape, device: torch.device) -> CudaFunction:
+def function(variant: Variant, shape: RingShape, device: torch.device) -> Function:
     """The compiled kernel; the first call compiles."""
     module = compile_file("ring.cu", variant.defines | shape.compiled, device, before=header("cluster.cuh"))
-    return CudaFunction(module, "ring", threads=shape.threads, cluster=CLUSTER, shared=shape.shared(variant), dependent=True)
+    return Function(module, "ring", threads=shape.threads, cluster=CLUSTER, shared=shape.shared(variant), dependent=True)
 
 
 def launch(
-    call: CudaFunction, shape: RingShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
+    call: Function, shape: RingShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
 ) -> Tensor:
     """As `multiply`."""
     return multiply(call, shape.grid(out.shape[1]), matrix, x, bias, out, group_step, box=shape.tokens)

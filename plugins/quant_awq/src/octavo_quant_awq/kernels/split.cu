@@ -12,16 +12,9 @@
 // that wait for none: some multiprocessor is left for them. `partial` is used after wait_for_previous alone, when every launch before has ended, so launches that follow each
 // other share it, overlapping as dependent launches do. Launches on two streams at once must not.
 //
-// Macros besides those of common.cuh: TOKENS (8 or 16), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, PAIR (1 or 2), SPLIT (0 or 1: products of a group
+// few.cuh comes before this file. Macros besides those of common.cuh: TOKENS (8 or 16), ROW_TILES (of 16, a warp), WARPS_N, WARPS_K, STAGES, PAIR (1 or 2), SPLIT (0 or 1: products of a group
 // are summed in two chains, which takes registers).
 
-#define WARPS (WARPS_N * WARPS_K)
-#define THREADS (32 * WARPS)
-#define TILES (ROW_TILES * WARPS_N)
-#define PITCH (16 * ROW_TILES + 4)
-#define SLOT (ROW_TILES * 1024)
-#define FIRST 1 // stages that begin before x
-#define CHUNKS (2 + ZEROS) // of 16 bytes, for scales and zero points of a tile
 #define EIGHTS (TOKENS / 8)
 #define MOST_BLOCKS 64 // of inputs, a part
 #define PARTS 8 // of K, at most
@@ -86,14 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
     if (PAIR > 1) cluster_arrive(); // barriers of x are ready for what the other block copies
 
     for (int c = threadIdx.x; c < count * SUB * TILES * CHUNKS; c += THREADS) { // scales and zero points, [group][tile of this block]
-        const int n = c / (TILES * CHUNKS), i = c % (TILES * CHUNKS), j = i < 2 * TILES ? i / 2 : i - 2 * TILES;
-        const int group = first * SUB + n;
-        if (tile0 + j >= tiles) continue;
-        const size_t at = (size_t)(SUB == 1 ? group * group_step : group) * tiles + tile0 + j;
-        if (i < 2 * TILES)
-            copy_16(scales_at + (n * TILES * 2 + i) * 16, scales + at * 2 + i % 2, true);
-        else
-            copy_16(zeros_at + (n * TILES + j) * 16, zeros + at, true);
+        const int n = c / (TILES * CHUNKS);
+        copy_scales(scales_at, zeros_at, scales, zeros, n, first * SUB + n, c % (TILES * CHUNKS), tile0, tiles, group_step);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 
@@ -153,11 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
                 for (int r = 0; r < ROW_TILES; r++) {
                     u32 a[2][4]; // [row g or g + 8][pair of inputs]
 #pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const uint4 four = word[r][h];
-                        const u32 w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-                        centred(a[h], w, minus[r][h]);
-                    }
+                    for (int h = 0; h < 2; h++) centred(a[h], pick(word[r][h], i), minus[r][h]);
 #pragma unroll
                     for (int j = 0; j < EIGHTS; j++) {
                         const uint4 b = v[i % 2][j];
@@ -188,28 +171,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) split(
         if (++s == STAGES) s = 0, parity ^= 1;
     }
 
-    // The warp's ring has been read: its memory takes the sums, float [token][PITCH].
-    float* own = (float*)(memory + warp * STAGES * SLOT);
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++)
-#pragma unroll
-        for (int j = 0; j < EIGHTS; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (8 * j + 2 * t + e % 2 < M) own[(8 * j + 2 * t + e % 2) * PITCH + 16 * r + g + e / 2 * 8] = acc[r][j][e];
+    keep_sums(memory, M, acc);
     if (PAIR > 1 && tile0 >= tiles && warp == 0)
         for (int b = 0; b < count; b++) wait(x_full + 8 * b, 0); // a block without weights ends no earlier than the other's copies to it
     __syncthreads();
     float4* const of_strip = partial + (size_t)strip * (parts - 1) * (TOKENS * TILES * 4);
     for (int e = threadIdx.x; e < M * TILES * 4; e += THREADS) {
         const int token = e / (TILES * 4), at = e % (TILES * 4) * 4, n = 16 * tile0 + at;
-        const int offset = at / (16 * ROW_TILES) * STAGES * SLOT + (token * PITCH + at % (16 * ROW_TILES)) * 4;
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int k = 0; k < WARPS_K; k++) {
-            const float4 more = *(const float4*)(memory + offset + k * WARPS_N * STAGES * SLOT);
-            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-        }
+        const float4 sum = add_sums(memory, token, at);
         if (part + 1 < parts) {
             store_l2(of_strip + part * (TOKENS * TILES * 4) + e, sum);
             continue;

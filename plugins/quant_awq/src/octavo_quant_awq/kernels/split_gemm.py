@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from octavo.cuda import Function
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
+from octavo_quant_awq.kernels.cuda_driver import Matrix, compile_file, header, multiply
 from octavo_quant_awq.kernels.narrow_gemm import ALONE, MOST, PROCESSORS
 from octavo_quant_awq.kernels.variant import Variant
 
@@ -72,15 +73,15 @@ def choose_shape(m: int, rows: int, inputs: int, variant: Variant) -> SplitShape
 
 
 @cache
-def function(variant: Variant, shape: SplitShape, inputs: int, device: torch.device) -> CudaFunction:
+def function(variant: Variant, shape: SplitShape, inputs: int, device: torch.device) -> Function:
     """The compiled kernel; the first call compiles."""
     defines = variant.defines | {
         "TOKENS": shape.tokens, "ROW_TILES": 2, "WARPS_N": shape.warps_n, "WARPS_K": shape.warps_k, "STAGES": shape.stages,
         "PAIR": PAIR, "SPLIT": int(shape.tokens == 8),
     }  # fmt: skip
-    module = compile_file("split.cu", defines, device)
+    module = compile_file("split.cu", defines, device, before=header("few.cuh"))
     shared = max(shape.taken(variant, inputs), ALONE)
-    return CudaFunction(module, "split", threads=shape.threads, cluster=PAIR, shared=shared, dependent=True)
+    return Function(module, "split", threads=shape.threads, cluster=PAIR, shared=shared, dependent=True)
 
 
 class Meeting:
@@ -93,7 +94,7 @@ class Meeting:
 
 
 def launch(
-    call: CudaFunction,
+    call: Function,
     shape: SplitShape,
     meeting: Meeting,
     matrix: Matrix,

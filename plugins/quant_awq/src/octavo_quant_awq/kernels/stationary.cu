@@ -31,9 +31,6 @@
 #define SCALES (SUB * TILES * 32)
 #define ZERO_POINTS (ZEROS * SUB * TILES * 16)
 
-// A lane's word of step `step` of 32 inputs.
-__device__ __forceinline__ u32 pick(const uint4& four, int step) { return step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w; }
-
 // Until no more than `left` of the groups of copies that this thread has begun are on their way. A constant once loops are unrolled.
 __device__ __forceinline__ void wait_copies(int left) {
     if (left >= 7) asm volatile("cp.async.wait_group 7;" ::: "memory");
@@ -92,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
     }
     __syncthreads();
 
-    // A lane's chunks of 16 bytes of a block of x: of rows 2 c + lane / 16, and past the last row of that one again, whose products nobody reads. Addresses are ready when the wait
-    // is over: every instruction after it delays x.
+    // A lane's chunks of 16 bytes of a block of x: of rows 2 c + lane / 16, row M as row M - 1. Further rows are whatever lies there: nobody reads their products, and reading a row
+    // several times takes longer than to read as many. Addresses are ready when the wait is over: every instruction after it delays x.
     const int part = lane % 16;
     const u16* from_x[TOKENS / 2];
     u32 to_x[4]; // of rows 8 to 15, 1024 bytes further
@@ -112,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stationary(
     for (int b = 0; b < TURNS; b++) {
         const bool inside = !UNEVEN && !TAIL || (block0 + b) * 128 + part * 8 < K;
 #pragma unroll
-        for (int c = 0; c < TOKENS / 2; c++) copy_16(to_x[c % 4] + c / 4 * 1024 + b * X_BLOCK, inside ? from_x[c] + b * 128 : x, inside);
+        for (int c = 0; c < TOKENS / 2; c++)
+            if (2 * c < M) copy_16(to_x[c % 4] + c / 4 * 1024 + b * X_BLOCK, inside ? from_x[c] + b * 128 : x, inside);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
     if (lane == 0)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from octavo.cuda import Function
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, multiply
+from octavo_quant_awq.kernels.cuda_driver import Matrix, compile_file, multiply
 from octavo_quant_awq.kernels.narrow_gemm import ALONE, MOST, PROCESSORS
 from octavo_quant_awq.kernels.variant import Variant
 
@@ -81,15 +82,15 @@ def choose_shape(m: int, rows: int, inputs: int, variant: Variant) -> Stationary
 
 
 @cache
-def function(variant: Variant, shape: StationaryShape, device: torch.device) -> CudaFunction:
+def function(variant: Variant, shape: StationaryShape, device: torch.device) -> Function:
     """The compiled kernel; the first call compiles."""
     module = compile_file("stationary.cu", variant.defines | {"TAIL": int(variant.tail)} | shape.compiled, device)
     shared = max(shape.taken(variant), ALONE)
-    return CudaFunction(module, "stationary", threads=shape.threads, cluster=1, shared=shared, dependent=True)
+    return Function(module, "stationary", threads=shape.threads, cluster=1, shared=shared, dependent=True)
 
 
 def launch(
-    call: CudaFunction, shape: StationaryShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
+    call: Function, shape: StationaryShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
 ) -> Tensor:
     """As `multiply`."""
     return multiply(call, -(-out.shape[1] // shape.rows), matrix, x, bias, out, group_step)

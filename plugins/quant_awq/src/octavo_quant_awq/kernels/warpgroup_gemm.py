@@ -10,9 +10,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from octavo.cuda import Function
 from torch import Tensor
 
-from octavo_quant_awq.kernels.cuda_driver import CudaFunction, Matrix, compile_file, header, multiply
+from octavo_quant_awq.kernels.cuda_driver import Matrix, compile_file, header, multiply
 from octavo_quant_awq.kernels.variant import Variant, stage_bytes
 
 PROCESSORS = 132
@@ -129,10 +130,10 @@ def _module(variant: Variant, macros: tuple[tuple[str, int], ...], tokens: int, 
 
 
 @cache
-def function(variant: Variant, shape: WarpgroupShape, device: torch.device) -> CudaFunction:
+def function(variant: Variant, shape: WarpgroupShape, device: torch.device) -> Function:
     """The compiled kernel; the first call compiles."""
     module = _module(variant, shape.compiled, shape.tokens, device)
-    return CudaFunction(
+    return Function(
         module,
         "warpgroup",
         threads=shape.threads,
@@ -162,7 +163,7 @@ def _instruction(tokens: int, bf16: bool) -> str:
 
 
 def launch(
-    call: CudaFunction, shape: WarpgroupShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
+    call: Function, shape: WarpgroupShape, matrix: Matrix, x: Tensor, bias: Tensor | None, out: Tensor, group_step: int
 ) -> Tensor:
     """As `multiply`."""
     return multiply(
