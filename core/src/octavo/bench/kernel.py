@@ -33,13 +33,13 @@ from octavo.interfaces import (
     Step,
     StepHost,
 )
+from octavo.model.source import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROTATION_BYTES = 1 << 30  # of KV that a region reads before it reads any of it again
 MAX_LAYERS = 64
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def measure(
     backend: AttentionBackend = decision.create(AttentionParts(device, dtype))
     bench = Bench(backend, shape, layer, dtype, kv_dtype, page)
     us, plan_us = bench.time(repeats)
-    moved, work = shape.bytes(ELEMENT_BYTES[kv_dtype]), shape.flops()
+    moved, work = shape.bytes(DTYPE_BYTES[kv_dtype]), shape.flops()
     result |= {"block_size": page, "us": us, "plan_us": plan_us, "error": bench.error(), "bytes": moved, "flops": work}
     if shape.phase == "decode":
         gbps = moved / us / 1e3
@@ -228,7 +228,7 @@ class Bench:
         spec = KVSpec(kind, shape.kv_heads, shape.dim, shape.dim, kv_dtype, shape.window)
         layout = backend.layout(spec, page)
         counts = [-(-n // page) for n in shape.lens]
-        need = max(1, shape.bytes(ELEMENT_BYTES[kv_dtype]))
+        need = max(1, shape.bytes(DTYPE_BYTES[kv_dtype]))
         self.layers = max(2, min(MAX_LAYERS, -(-ROTATION_BYTES // need))) if shape.phase == "decode" else 1
         layers = tuple(replace(layer, index=i) for i in range(self.layers))
         # Fresh memory, as a pool has it: caches cut out of blocks that earlier shapes left behind were seen 13% slower.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.cache.pool import kv_tokens, plan_groups
 from octavo.catalog import Catalog, Device, Kind, Needs
@@ -17,7 +17,7 @@ from octavo.config import EngineConfig
 from octavo.decision import Decision, OperatorDecision
 from octavo.engine.block_size import choose_block_size
 from octavo.engine.device import Threads, choose_device, cpu_memory, spare_threads
-from octavo.engine.precision import DTYPE_BYTES, cache_dtype, model_dtype, spread_keys, spreader
+from octavo.engine.precision import cache_dtype, model_dtype, spread_keys, spreader
 from octavo.engine.sizing import (
     LEAST_UTILIZATION,
     PoolRange,
@@ -39,9 +39,7 @@ from octavo.interfaces import (
     ModelAdapter,
     ModelFacts,
 )
-
-if TYPE_CHECKING:
-    from octavo.model.source import ModelSource
+from octavo.model.source import DTYPE_BYTES, ModelSource
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys of mixtures of experts, whose matrices the arithmetic over a dense decoder does not know."""
@@ -123,13 +121,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     """Decide everything about an engine. Raises ConfigError, PluginError or LoadError; allocates nothing."""
     from octavo.engine.checkpoint import planned_source
 
-    if config.trust_remote_code:
-        raise ConfigError("--trust-remote-code: Octavo runs no code from checkpoints; leave the flag out")
-    if config.warm_prefixes is not None and not config.enable_prefix_caching:
-        raise ConfigError(
-            f"--warm-prefixes {config.warm_prefixes}: there is no prefix cache to have them in; leave out --no-enable-prefix-caching, "
-            "or the file"
-        )
+    _refuse(config)
     catalog = catalog.configured(config.plugins)
     why: dict[str, str] = {}
 
@@ -139,7 +131,6 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     if threads:
         why["threads"] = threads.reason
 
-    dummy = config.load_format == "dummy"
     source = planned_source(config, why)
     architecture = source.architecture
     dtype, why["dtype"] = model_dtype(config.dtype, source, device)
@@ -173,15 +164,8 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     if spread:
         why["kv_cache_spread"] += f"; by {spreader(attention.name, backend, spreadable)}"
 
-    item = DTYPE_BYTES[dtype]
-    stored: dict[str, int] = {}
-    for decision in (quantizer, model):
-        stored |= decision.accept.preferences.get("stored_values") or {}
-    weights = estimate_weight_bytes(facts, source.config, item) if dummy else source.weight_bytes(dtype, stored)
-    smaller = quantizer.accept.preferences.get("linear_bytes", item)  # of weights that are quantised while they load
-    if not source.quantization_config and not any(source.config.get(key) for key in EXPERTS):
-        weights -= linear_parameters(facts, source.config) * (item - smaller)
-    workspace = workspace_bytes(facts, source.config, limits, device, item)
+    weights = _weight_bytes(config, source, facts, dtype, quantizer, model)
+    workspace = workspace_bytes(facts, source.config, limits, device, DTYPE_BYTES[dtype])
     workspace += staging_bytes(config, device)
     if planned := getattr(backend, "workspace_bytes", None):  # interfaces.PlannedWorkspace
         workspace += planned(groups, facts.layers, limits)
@@ -227,6 +211,35 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
         grammar=catalog.resolve("grammar", needs("grammar", vocab_size=facts.vocab_size), config.grammar_backend),
         why=why,
     )
+
+
+def _refuse(config: EngineConfig) -> None:
+    """ConfigError for settings that no machine and no model can make right."""
+    if config.trust_remote_code:
+        raise ConfigError("--trust-remote-code: Octavo runs no code from checkpoints; leave the flag out")
+    if config.warm_prefixes is not None and not config.enable_prefix_caching:
+        raise ConfigError(
+            f"--warm-prefixes {config.warm_prefixes}: there is no prefix cache to have them in; leave out --no-enable-prefix-caching, "
+            "or the file"
+        )
+
+
+def _weight_bytes(
+    config: EngineConfig, source: ModelSource, facts: ModelFacts, dtype: str, quantizer: Decision, model: Decision
+) -> int:
+    """Bytes of the weights as this quantizer and this adapter keep them."""
+    item = DTYPE_BYTES[dtype]
+    stored: dict[str, int] = {}
+    for decision in (quantizer, model):
+        stored |= decision.accept.preferences.get("stored_values") or {}
+    if config.load_format == "dummy":
+        weights = estimate_weight_bytes(facts, source.config, item)
+    else:
+        weights = source.weight_bytes(dtype, stored)
+    smaller = quantizer.accept.preferences.get("linear_bytes", item)  # of weights that are quantised while they load
+    if not source.quantization_config and not any(source.config.get(key) for key in EXPERTS):
+        weights -= linear_parameters(facts, source.config) * (item - smaller)
+    return weights
 
 
 def attention_facts(facts: ModelFacts, kv_dtype: str, block_size: int | None) -> dict[str, Any]:

@@ -30,8 +30,6 @@ KV_DTYPES = {
     "float16": "float16",
 }
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-
 
 def model_dtype(asked: str, source: ModelSource, device: Device) -> tuple[str, str]:
     """(torch dtype name, why): the one asked for, or the checkpoint's."""

