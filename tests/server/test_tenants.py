@@ -10,11 +10,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
+from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.models import ModelTable
+from octavo.server.serve import _warn_of_tenants
+from octavo.server.service import Service
 
 from tests.server.conftest import FLAGS
 from tests.server.harness import ADMIN_KEY, NAME, Server, post_raw, until
@@ -114,6 +119,17 @@ def test_a_priority_outside_the_keys_range_is_refused(tenanted: Server) -> None:
 def test_a_limit_to_a_model_that_is_not_served_is_a_warning(tenanted: Server) -> None:
     warnings = [line for line in tenanted.text.splitlines() if "which this server does not serve" in line]
     assert len(warnings) >= 1 and all("tenant 'elsewhere' may use another/model" in line for line in warnings)
+
+
+def test_a_range_of_priorities_that_no_model_heeds_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    keys = "tenants: [{name: free, key: k1, limits: {min_priority: 2}}, {name: plain, key: k2}]"
+    state = Service(ServerConfig(api_keys=keys), ["m"])
+    for policy, warned in (("fcfs", True), ("priority", False)):
+        caplog.clear()
+        engine = SimpleNamespace(config=EngineConfig(scheduling_policy=policy))
+        state.models = cast(ModelTable, SimpleNamespace(names=["m"], models=[engine]))
+        _warn_of_tenants(state)
+        assert ("min_priority and max_priority of free count with --scheduling-policy priority alone" in caplog.text) is warned
 
 
 def test_a_key_sees_and_uses_its_models_only(tenanted: Server) -> None:

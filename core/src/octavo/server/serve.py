@@ -141,7 +141,7 @@ class _Process:
                 if self._stop.is_set():
                     log.info("stopping before the models were loaded")
                 else:
-                    _warn_of_models(state)
+                    _warn_of_tenants(state)
                     log.info("ready: %s at %s", ", ".join(state.names), address(config, sock))
                     await self._serve(state, serving)
             finally:
@@ -218,7 +218,7 @@ class _Process:
         try:
             if state.tenants.reloadable:
                 state.tenants.reload()
-                _warn_of_models(state)
+                _warn_of_tenants(state)
         except ConfigError as error:
             log.error("SIGHUP: the tenants stay as they were: %s", error)
         try:
@@ -235,13 +235,18 @@ class _Process:
         self._stop.set()
 
 
-def _warn_of_models(state: Service) -> None:
+def _warn_of_tenants(state: Service) -> None:
+    """What their file says and this server does not do: a mistake, or meant for a model yet to come."""
     for tenant, models in state.tenants.unserved(state.names):
         log.warning(
             "tenant %r may use %s, which this server does not serve (it has: %s)",
             tenant,
             ", ".join(models),
             ", ".join(state.names),
+        )
+    if state.tenants.ranked and all(model.config.scheduling_policy != "priority" for model in state.models.models):
+        log.warning(
+            "min_priority and max_priority of %s count with --scheduling-policy priority alone", ", ".join(state.tenants.ranked)
         )
 
 

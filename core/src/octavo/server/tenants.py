@@ -144,6 +144,11 @@ class Tenants:
         limited = {p.tenant: [m for m in p.limits.models or () if m not in names] for p in self._principals}
         return [(tenant, models) for tenant, models in limited.items() if models]
 
+    @property
+    def ranked(self) -> list[str]:
+        """Tenants that have a range of priorities of their own."""
+        return [p.tenant for p in self._principals if p.limits.min_priority is not None or p.limits.max_priority is not None]
+
     def find(self, presented: str) -> Principal | None:
         """Whose key this is, None if nobody's."""
         index = self._keys.find(presented)
