@@ -5,10 +5,11 @@ Owns the shapes that the kernels of write.py, prologue.py and prologue_spread.py
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 from octavo.interfaces import Step
-from octavo_ops_triton.kernels.spread import heads_of, small_matrix, tile_of
+from octavo_ops_triton.kernels.spread import factor_of, heads_of, tile_of
 from octavo_ops_triton.launch import Launcher, constants_of
 from torch import Tensor
 
@@ -21,6 +22,12 @@ VALUES_APART = 128
 
 def _pow2(n: int) -> int:
     return int(triton.next_power_of_2(n))
+
+
+def _scale(scale: float) -> tuple[float, float]:
+    """A scale and its inverse, as a kernel gets them: float32."""
+    scale = float(np.float32(scale))
+    return scale, float(np.float32(1) / np.float32(scale))
 
 
 class Store:
@@ -95,10 +102,10 @@ class Store:
         turns, kv_heads = facts.num_heads + facts.num_kv_heads, facts.num_kv_heads
         apart = self._values_apart(bound, step, tokens)
         tile = tile_of(dim, qkv.dtype, tokens * turns)
-        matrix, factor = small_matrix(dim, tile, qkv.dtype, qkv.device)
         block_h = heads_of(turns, tokens, tile)
         block_t = tile.rows // block_h
-        block_v = 1 if g.v_transposed else min(_pow2(kv_heads), max(1, 2048 // (block_t * _pow2(dim))))
+        enough = tile.warps * 32 // (block_t * _pow2(dim))  # to give every thread something to do
+        block_v = max(1, enough) if g.v_transposed else min(_pow2(kv_heads), max(1, 2048 // (block_t * _pow2(dim))))
         key = ("spread", rotary, weight is not None, tile, block_h)
         if key not in bound.constants:
             bound.constants[key] = constants_of(
@@ -110,8 +117,8 @@ class Store:
         groups = triton.cdiv(turns, block_h) + (0 if apart else triton.cdiv(kv_heads, block_v))
         self._launch(
             prologue_spread.prologue_spread_kernel, (triton.cdiv(tokens, block_t), groups),
-            (qkv, qkv if weight is None else weight, cos, sin, step.slot_mapping[bound.group], cache, matrix),
-            (eps, facts.k_scale, facts.v_scale, write.FP8_MAX.get(cache.dtype, 0.0), factor, tokens),
+            (qkv, qkv if weight is None else weight, cos, sin, step.slot_mapping[bound.group], cache),
+            (eps, *_scale(facts.k_scale), *_scale(facts.v_scale), write.FP8_MAX.get(cache.dtype, 0.0), factor_of(dim), tokens),
             (cache.stride(0), *bound.constants[key]), warps=tile.warps,
         )  # fmt: skip
         if apart:

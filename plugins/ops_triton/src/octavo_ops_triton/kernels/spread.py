@@ -8,13 +8,12 @@ as RoPE leaves them, and sums are float32 (a float32 head is three parts in TF32
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
-from octavo.model.spread import whole_matrix
 from torch import Tensor
 
 from octavo_ops_triton.launch import Launcher, begin
@@ -31,10 +30,29 @@ class Tile:
 
 
 @triton.jit
-def small_matrices(matrix_ptr, BLOCK: tl.constexpr):
-    """What chunks are multiplied by, those at even places and those at odd ones: `small_matrix`. No step writes it."""
-    i = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return tl.load(matrix_ptr + i), tl.load(matrix_ptr + BLOCK * BLOCK + i)
+def small_matrices(DIM: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """What chunks are multiplied by, those at even places and those at odd ones: [BLOCK, BLOCK] of whole numbers, the corner of the
+    whole matrix (`octavo.model.spread.whole_matrix`) that they meet, but for signs of whole chunks. Computed: reading it would be waiting
+    for memory, since what lies between two layers leaves nothing of it in a cache."""
+    WIDTH: tl.constexpr = DIM // CHUNKS
+    POWER: tl.constexpr = WIDTH & -WIDTH
+    ODD: tl.constexpr = WIDTH // POWER
+    i = tl.arange(0, BLOCK)[:, None]
+    j = tl.arange(0, BLOCK)[None, :]
+    p = i // ODD
+    bits = (p & (j // ODD)) ^ (p & (p >> 1))
+    bits ^= bits >> 4
+    bits ^= bits >> 2
+    bits = (bits ^ (bits >> 1)) & 1
+    size = tl.full([BLOCK, BLOCK], 1, tl.int32)
+    if ODD > 1:
+        size = tl.where(i % ODD == j % ODD, ODD - 2, -2)
+    if WIDTH < BLOCK:
+        size = tl.where((i < WIDTH) & (j < WIDTH), size, 0)
+    even = tl.where(bits == 0, size, -size)
+    # The sign of a channel has a part in the last bit of its chunk's place: it turns the lower half of an odd chunk.
+    odd = tl.where(p >= POWER // 2, -even, even) if POWER > 1 else even
+    return even.to(dtype), odd.to(dtype)
 
 
 @triton.jit
@@ -48,12 +66,14 @@ def turned_chunks(
     HALF: tl.constexpr = ROTARY // 2
     j = tl.arange(0, BLOCK)[None, :]
     mask = here & (j < WIDTH)
+    heads = head_ptr + j  # so that chunks are at offsets that instructions hold
     xs = ()
     for i in tl.static_range(CHUNKS):
-        xs += (tl.load(head_ptr + (i * WIDTH + j), mask=mask, other=0.0),)
+        xs += (tl.load(heads + i * WIDTH, mask=mask, other=0.0),)
     if not ROPE:
         return xs
     dtype: tl.constexpr = head_ptr.dtype.element_ty
+    weights = weight_ptr + j
     if NORM:
         squares = tl.zeros_like(xs[0].to(tl.float32))
         for i in tl.static_range(CHUNKS):
@@ -67,13 +87,17 @@ def turned_chunks(
         x = xs[i].to(tl.float32)
         x = x * scale
         if NORM:
-            x = x * tl.load(weight_ptr + (i * WIDTH + j), mask=mask, other=0.0).to(tl.float32)
+            x = x * tl.load(weights + i * WIDTH, mask=mask, other=0.0).to(tl.float32)
         ys += (x,)
+    cosines = cos_ptr + j
+    sines = sin_ptr + j
     zs = ()
     for i in tl.static_range(CHUNKS):
         if i * WIDTH < ROTARY:
             d = i * WIDTH + j
-            turns = mask & (d < ROTARY)
+            turns = mask
+            if i * WIDTH + WIDTH > ROTARY:
+                turns = mask & (d < ROTARY)
             if HALF % WIDTH == 0:
                 other = ys[i + HALF // WIDTH if i < HALF // WIDTH else i - HALF // WIDTH]
             else:
@@ -81,8 +105,8 @@ def turned_chunks(
                 other = tl.load(head_ptr + partner, mask=turns, other=0.0).to(tl.float32)
                 if NORM:
                     other = other * scale * tl.load(weight_ptr + partner, mask=turns, other=0.0).to(tl.float32)
-            cos = tl.load(cos_ptr + d, mask=turns, other=1.0).to(tl.float32)
-            sin = tl.load(sin_ptr + d, mask=turns, other=0.0).to(tl.float32)
+            cos = tl.load(cosines + i * WIDTH, mask=turns, other=1.0).to(tl.float32)
+            sin = tl.load(sines + i * WIDTH, mask=turns, other=0.0).to(tl.float32)
             zs += ((ys[i] * cos + other * sin).to(dtype),)
         else:
             zs += (ys[i].to(dtype),)
@@ -112,12 +136,12 @@ def spread_chunks(xs, even, odd, factor, CHUNKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def spread_kernel(
-    x_ptr, out_ptr, matrix_ptr, weight_ptr, cos_ptr, sin_ptr, eps, factor, rows,
+    x_ptr, out_ptr, weight_ptr, cos_ptr, sin_ptr, eps, factor, rows,
     TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     ROPE: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows, DIM] dense; a program takes BLOCK_R heads, of one token or several."""
-    even, odd = small_matrices(matrix_ptr, BLOCK)
+    even, odd = small_matrices(DIM, CHUNKS, BLOCK, x_ptr.dtype.element_ty)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     here = row < rows
     token = (row // HEADS).to(tl.int64)
@@ -135,13 +159,16 @@ def spread_kernel(
 
 
 FEW = 1 << 15
-"""Heads of a step up to which all that counts is how long one program takes."""
+"""Heads of a step up to which all that counts is how long one program takes. In a model, that is fetching its instructions: nothing of them is in
+a cache since the layer before. So there are many warps with few instructions each."""
 
 
 def tile_of(dim: int, dtype: torch.dtype, heads: int) -> Tile:
     """The tile for so many heads of all tokens of a step together. More warps to a head take less time, and more instructions in all."""
-    if dtype == torch.float32 or heads <= FEW:
+    if dtype == torch.float32:
         return _tile(dim, 32, 4)
+    if heads <= FEW:
+        return _tile(dim, 32, 8)
     return _tile(dim, 16, 1) if dim <= 128 else _tile(dim, 32, 2)
 
 
@@ -161,17 +188,10 @@ def heads_of(turns: int, tokens: int, tile: Tile) -> int:
     return min((tile.rows >> i for i in range(tile.rows.bit_length())), key=programs)
 
 
-@cache
-def small_matrix(dim: int, tile: Tile, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    """([2, tile.block, tile.block] of whole numbers in `dtype`, what they are to be multiplied by): the corner of the whole matrix that even chunks
-    are multiplied by, and that of odd ones, which but for signs all have one or the other. A step that is captured has been run before,
-    so it is made outside of it."""
-    whole, factor = whole_matrix(dim)
-    width = dim // tile.chunks
-    small = torch.zeros(2, tile.block, tile.block, dtype=torch.int64)
-    for odd in range(min(2, tile.chunks)):
-        small[odd, :width, :width] = whole[odd * width :, :width][:width]
-    return small.to(device, dtype), factor
+def factor_of(dim: int) -> float:
+    """What the product with a matrix of whole numbers is to be multiplied by."""
+    power = dim & -dim
+    return 1 / (dim // power * math.sqrt(power))
 
 
 def spread(launch: Launcher, x: Tensor) -> Tensor:
@@ -194,10 +214,9 @@ def _spread(
         raise ValueError(f"spread: heads with strides {x.stride()} are not dense")
     rows = tokens * heads
     tile = tile_of(dim, x.dtype, rows)
-    matrix, factor = small_matrix(dim, tile, x.dtype, x.device)
     out = x.new_empty(tokens, heads, dim)
     kind = (heads, dim, rotary, cos is not None, weight is not None)
     constants = (x.stride(0), x.stride(1), *kind, tile.chunks, tile.block, tile.rows)
-    tensors = (x, out, matrix, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin)
-    launch(spread_kernel, (triton.cdiv(rows, tile.rows), 1), tensors, (eps, factor, rows), constants, warps=tile.warps)
+    tensors = (x, out, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin)
+    launch(spread_kernel, (triton.cdiv(rows, tile.rows), 1), tensors, (eps, factor_of(dim), rows), constants, warps=tile.warps)
     return out
