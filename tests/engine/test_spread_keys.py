@@ -35,14 +35,15 @@ def plan(path: Path, **options: Any) -> Plan:
     ("cache", "asked", "spreads"),
     [
         ("auto", "auto", False),
-        ("fp8_e4m3", "auto", False),
+        ("fp8_e4m3", "auto", True),
         ("fp8_e4m3", "always", True),
+        ("fp8_e4m3", "never", False),
         ("fp8_e5m2", "auto", True),
         ("fp8_e5m2", "never", False),
         ("bfloat16", "never", False),
     ],
 )
-def test_e5m2_keys_are_spread_and_others_if_asked(cache: str, asked: Any, spreads: bool, tiny: Path) -> None:
+def test_keys_of_an_fp8_cache_are_spread_unless_told_not_to(cache: str, asked: Any, spreads: bool, tiny: Path) -> None:
     made = plan(tiny, kv_cache_dtype=cache, kv_cache_spread=asked)
     assert made.spread_keys == spreads
     told = made.explain()["values"]

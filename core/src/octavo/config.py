@@ -82,8 +82,8 @@ class EngineConfig(_Config):
     )
     kv_cache_spread: Literal["auto", "always", "never"] = _field(
         "auto",
-        "Spread queries and keys over the channels of a head before an FP8 cache rounds the keys: halves the error of scores and "
-        "costs a kernel a layer; `auto` does so for `fp8_e5m2`.",
+        "Spread queries and keys over the channels of a head before an FP8 cache rounds the keys, which halves the error of scores. "
+        "`auto` does so in every FP8 cache but a latent one.",
         group="cache",
     )
     gpu_memory_utilization: float = _field(0.9, "Share of the device's memory to use.", group="cache", gt=0, le=1)
