@@ -21,8 +21,8 @@ STAGES = 2
 MOST_TURNS = 4
 """Blocks of 128 inputs whose x a warp has registers for: 255 a lane with eight warps and 16 rows, 128 with sixteen warps and 8 rows."""
 FEWEST_TILES = 2
-"""Tiles of 16 outputs a block from which on x is worth its way into registers. At 9 to 16 rows ring.cu takes 0.3 to 0.5 us less for two or three tiles,
-but blocks gather around its kernels: the products of a layer in a row took 51 us with it and 46 without."""
+"""Tiles of 16 outputs a block from which on x is worth its way into registers. At 9 to 16 rows with two tiles ring.cu takes no longer alone, but blocks gather
+around its kernels: the products of a layer in a row took 51 us with it and 46 without."""
 
 
 @dataclass(frozen=True, slots=True)
