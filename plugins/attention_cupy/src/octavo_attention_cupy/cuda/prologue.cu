@@ -121,6 +121,7 @@ constexpr int BLOCKS = HOLDERS == LANES ? 8 : 7;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) prologue(const __grid_constant__ PrologueArgs a) {
     release_successor();
+    wait_for_predecessor();
     int lane = threadIdx.x % LANES, unit = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
     int all = a.heads + 2 * a.kv_heads, token = unit / all, head = unit - token * all;
     bool held = token < a.tokens && lane < HOLDERS, turns = head < a.heads + a.kv_heads;
@@ -128,7 +129,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) prologue(const __g
     const u16* weight = a.weight ? a.weight + head * K_DIM : nullptr;
     bool whole = a.wide && a.rotary == K_DIM;
     int d = lane * 8;
-    wait_for_predecessor();
     // All that is read, before any of it is used.
     Octets data = {}, weights, cosine, sine;
     i64 where = -1;
