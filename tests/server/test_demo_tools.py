@@ -45,11 +45,13 @@ SHOWN: Any = [
 ]
 """Calls as this server would have made them: the model copies them."""
 
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+PINGS: Any = [{"type": "function", "function": {"name": name, "parameters": NOTHING}} for name in ("ping", "pong")]
 STRICT: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 ASKED: dict[str, dict[str, Any]] = {
     "named": {"messages": ASK, "tool_choice": {"type": "function", "function": {"name": "get_time"}}},
     "one": {"messages": ASK, "tool_choice": "required", "parallel_tool_calls": False},
-    "many": {"messages": ASK, "tool_choice": "required", "temperature": 1.0, "seed": 1, "n": 2, "max_tokens": 90},
+    "many": {"messages": ASK, "tool_choice": "required", "temperature": 1.0, "seed": 1, "n": 2, "max_tokens": 70},
     "cut": {"messages": ASK, "tool_choice": "required", "max_tokens": 12},
     "auto": {"messages": SHOWN},
     "strict": {"messages": SHOWN, "tools": STRICT},
@@ -121,7 +123,9 @@ def test_without_a_choice_calls_are_text(answers: dict[str, Future[Any]]) -> Non
 
 
 @pytest.mark.parametrize(
-    "fields", [ASKED["auto"], {"messages": ASK, "tool_choice": "required", "max_tokens": 70}], ids=["auto", "required"]
+    "fields",
+    [ASKED["auto"], {"messages": ASK, "tools": PINGS, "tool_choice": "required", "max_tokens": 48}],
+    ids=["auto", "required"],
 )
 def test_a_stream_names_each_call_once_and_its_pieces_are_the_whole(
     client: openai.OpenAI, answers: dict[str, Future[Any]], fields: dict[str, Any]
