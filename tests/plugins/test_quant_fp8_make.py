@@ -280,7 +280,12 @@ def test_the_command_makes_a_checkpoint_and_says_what_it_did(
     assert cli.main(["quantize", "fp8", "--show"]) == 0
     shown = capsys.readouterr().out
     assert "--set weights=channel|tensor|block " in shown
-    assert "--set kv_cache=true|false " in shown and "[default: true]" in shown and "--set window=... " in shown
+    assert (
+        "--set kv_cache=true|false " in shown
+        and "[default: true]" in shown
+        and "--set window=N " in shown
+        and "--set headroom=X " in shown
+    )
     (tmp_path / "text").write_text(TEXT)
     words = ["quantize", "fp8", str(model), "--out", str(tmp_path / "out"), "--device", "cpu"]
     before = torch.get_num_threads()

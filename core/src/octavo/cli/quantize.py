@@ -181,10 +181,12 @@ def _show(method: str, model: type[Options]) -> None:
 
 
 def _values(annotation: Any) -> str:
-    """What --set takes for a field: its words where it has some, else "..."."""
+    """What --set takes for a field: its words where it has some, else the kind of value, as other flags show it."""
     if annotation is bool:
         return "true|false"
-    return "|".join(map(str, get_args(annotation))) if get_origin(annotation) is Literal else "..."
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    return {int: "N", float: "X"}.get(annotation, "TEXT")
 
 
 def _spelt(value: Any) -> str:

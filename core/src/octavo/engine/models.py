@@ -363,7 +363,9 @@ class ModelTable:
             raise ConfigError(f"model {name!r} is the default: set another default first")
         pointing = [alias for alias, split in self._splits.items() if name in split.weights]
         if pointing:
-            raise ConfigError(f"model {name!r} is behind the alias {', '.join(map(repr, pointing))}: change that first")
+            raise ConfigError(
+                f"model {name!r} is behind {', '.join(f'alias {alias!r}' for alias in pointing)}: change that first"
+            )
 
     def _bid_farewell(self, model: Served, timeout: float) -> asyncio.Task[None]:
         return self._task(self._farewell(model, timeout))
