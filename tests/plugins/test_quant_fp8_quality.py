@@ -52,18 +52,6 @@ def measured(tokenizer: Tokenizer, **options: Any) -> tuple[float, str]:
     return found, tokenizer.decode(answer)
 
 
-@pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])
-def test_a_fact_is_found_behind_4000_tokens_in_8000(cache: str, tokenizer: Tokenizer) -> None:
-    """As it is without FP8; e5m2 loses it where its keys are not spread."""
-    settings = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 8032, "max_num_seqs": 1}
-    engine = build_engine(EngineConfig(model="demo", kv_cache_dtype=cache, **settings), discover())
-    ids, fact, question = (tokenizer.encode(text, add_special=False) for text in (TEXT, NEEDLE, QUESTION))
-    body = 8000 - len(fact) - len(question)
-    prompt = [*ids[: body // 2], *fact, *ids[body // 2 : body], *question]
-    answer = run(engine, [request(engine, "needle", prompt, max_tokens=6)])["needle", 0].tokens
-    assert tokenizer.decode(answer).strip().startswith("48175")
-
-
 def test_fp8_predicts_a_text_nearly_as_well_and_finds_the_fact(tokenizer: Tokenizer) -> None:
     """Weights, activations and an e4m3 cache at once: the bars of the whole text are 3.5% and 1.5%."""
     (plain, right), (found, answer) = measured(tokenizer), measured(tokenizer, quantization="fp8", kv_cache_dtype="fp8_e4m3")
