@@ -100,13 +100,22 @@ def test_the_length_that_an_error_suggests_fits_and_is_the_longest(
     try:
         at(length)
     except ConfigError as error:
-        found = re.search(r"--max-model-len (\d+) would fit", str(error))
+        found = re.search(r"--max-model-len (\d+) (?:or .* )?would fit", str(error))
         if found:
             assert at(int(found[1])).num_blocks > 0
             with pytest.raises(ConfigError):
                 at(int(found[1]) + 16)
         else:
             assert "--kv-cache-memory-bytes" in str(error) or "Not even one token" in str(error)
+
+
+def test_bytes_that_do_not_hold_one_sequence_are_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"there is memory for 0 .*[^r] --kv-cache-memory-bytes (\d+) would fit") as caught:
+        size(1000, 1 << 30, kv_cache_memory_bytes=1)
+    enough = int(re.findall(r"--kv-cache-memory-bytes (\d+) would fit", str(caught.value))[0])
+    assert size(1000, 1 << 30, kv_cache_memory_bytes=enough).num_blocks > 0
+    with pytest.raises(ConfigError, match="would fit"):
+        size(1000, 1 << 30, kv_cache_memory_bytes=enough - 1)
 
 
 def test_an_explicit_count_that_does_not_fit_in_memory_is_refused_with_one_that_does() -> None:

@@ -32,7 +32,8 @@ def _checkpoint(config: EngineConfig, source: ModelSource, why: dict[str, str]) 
     try:
         found = resolve_source(config.awq_ckpt_path)
     except LoadError as error:
-        raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: {error}") from error
+        said = str(error).removeprefix(f"{config.awq_ckpt_path}: ")
+        raise ConfigError(f"--awq-ckpt-path {config.awq_ckpt_path}: {said}") from error
     method = found.quantization_config.get("quant_method")
     if method != "awq":
         raise ConfigError(

@@ -163,9 +163,12 @@ def size_pool(
         )
     if count < context and (not given or given[0] in ("kv_cache_memory_bytes", "memory_share")):
         longest = _longest(groups, count, limits)
+        ways_out = [f"--max-model-len {longest}"] if longest else []
+        if config.kv_cache_memory_bytes is not None:
+            ways_out.append(f"--kv-cache-memory-bytes {(context + 1) * each}")
         raise ConfigError(
             f"one sequence of {limits.max_model_len} tokens needs {context} KV blocks, but there is memory for {count} ({reason}). "
-            + (f"--max-model-len {longest} would fit" if longest else NOTHING_FITS)
+            + (f"{' or '.join(ways_out)} would fit" if ways_out else NOTHING_FITS)
         )
     return Sizing(count, each, context, weight_bytes, workspace, config.num_gpu_blocks is not None, reason)
 

@@ -239,7 +239,7 @@ def _located(tokenizer: str) -> Path:
     try:
         return locate(tokenizer, weights=False)[0]
     except LoadError as error:
-        raise ConfigError(f"--tokenizer {tokenizer}: {error}") from error
+        raise ConfigError(f"--tokenizer {tokenizer}: {str(error).removeprefix(f'{tokenizer}: ')}") from error
 
 
 def _read_template(path: str) -> str:
