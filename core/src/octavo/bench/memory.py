@@ -265,7 +265,7 @@ def plot(records: list[dict[str, Any]], path: str) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib ({error}): pip install octavo[bench]") from error
+        raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'octavo[bench]'") from error
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "octavo"  # the same figures give the same file
     from matplotlib import pyplot

@@ -21,7 +21,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib ({error}): pip install octavo[bench]") from error
+        raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'octavo[bench]'") from error
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "octavo"  # the same figures give the same file
     from matplotlib import pyplot

@@ -39,7 +39,7 @@ class Tracing:
 
                 exporter = OTLPSpanExporter(endpoint=endpoint)
         except ImportError as error:
-            raise ConfigError(f"--otlp-traces-endpoint needs `pip install octavo[otel]`: {error}") from error
+            raise ConfigError(f"--otlp-traces-endpoint needs `pip install 'octavo[otel]'`: {error}") from error
         self._extract, self._inside = extract, set_span_in_context
         self._error = Status(StatusCode.ERROR)
         self._provider = TracerProvider(
