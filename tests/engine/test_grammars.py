@@ -277,3 +277,28 @@ def test_a_grammar_that_takes_too_long_is_refused_and_one_that_is_wrong_says_why
     assert {one.code for one in refused} == {"invalid_grammar"} and set(told) == {"late", "wrong"}
     assert "0.05 s" in told["late"].message and "knows choices" in told["wrong"].message
     assert_empty(engine)
+
+
+def test_a_grammar_that_is_gone_when_its_row_begins_costs_that_row_alone(tiny: Path) -> None:
+    """Forgotten meanwhile, and the provider fails when it is asked again."""
+    engine = make_engine(tiny)
+    broken: list[str] = []
+
+    def fails(grammar: Grammar) -> None:
+        if broken:
+            raise RuntimeError(broken[0])
+
+    asked = [
+        request(engine, "formed", PROMPTS[0], max_tokens=8, grammar=Grammar.choice(["yes"])),
+        request(engine, "free", PROMPTS[1], max_tokens=8, ignore_eos=True),
+    ]
+    rows = engine._executor._runner._sampler._constrained  # type: ignore[attr-defined]
+    engine.grammars = other = grammars(fails)
+    rows._start, rows._fill = other.require, other.fill
+    for one in asked:
+        engine.add(one)
+    other._known.clear()
+    broken.append("gone")
+    found = run(engine, [])
+    assert found["formed", 0].finish == "error" and "gone" in (found["formed", 0].error or "")
+    assert len(found["free", 0].tokens) == 8

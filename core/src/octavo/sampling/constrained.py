@@ -44,14 +44,14 @@ class _Tokens:
 
 @dataclass(slots=True)
 class _Row:
-    """state None: there is none, and never was. ends: bits of the ids that end the row, which are not allowed before its `least`-th token while something else is; eos: those of
-    them that are never, while something else is. news: where the token lies that the state has not been told of. error: why the
-    state is of no use any more."""
+    """state None: there never was one. ends: bits of the ids that end the row, which are not allowed before position `least` while
+    something else is; eos: those of them that are never, while something else is. news: where the token lies that the state has not
+    been told of. error: why the state is of no use any more."""
 
     state: Constraint | None
     ends: np.ndarray
     eos: np.ndarray
-    least: int  # position
+    least: int
     news: tuple[_Tokens, int] | None = None
     error: str = ""
 
@@ -96,10 +96,11 @@ class ConstrainedRows:
                 self._accept(row, [tokens[at]])
         masks = np.zeros((len(rows), self.words), np.int32)
         states = {i: row.state for i, row in enumerate(rows) if row.state is not None and not row.error}
-        going, part = list(states), np.zeros((len(states), self.words), np.int32)
-        self._fill(list(states.values()), part)
-        masks[going] = part
-        for i in going:
+        if states:
+            part = np.zeros((len(states), self.words), np.int32)
+            self._fill(list(states.values()), part)
+            masks[list(states)] = part
+        for i in states:
             if not masks[i].any():
                 rows[i].error = "the grammar cannot go on from here: it allows no token"
         self._hold_ends(rows, positions, masks)
