@@ -19,8 +19,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 HUGE = 2 << 20
-_SLICE = 16 * HUGE
-"""Bytes of one request: a process can end between two."""
+_SLICE = 4 * HUGE
+"""Bytes of one request: a process that ends waits for the one under way."""
 
 _NICE = 10
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h; collapse is there since Linux 6.1
