@@ -137,6 +137,15 @@ def test_the_start_up_lines_name_the_cache_and_the_concurrency(tiny: Path, caplo
     assert "the KV cache of 64 tokens is smaller than --max-model-len 256" in caplog.text
 
 
+def test_a_share_of_a_gpu_that_is_given_for_a_cpu_is_told_to_change_nothing(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        without = make_engine(tiny, num_gpu_blocks=None).info.kv_cache_tokens
+    assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        assert make_engine(tiny, num_gpu_blocks=None, gpu_memory_utilization=0.3).info.kv_cache_tokens == without
+    assert "--gpu-memory-utilization 0.3 changes nothing on a CPU: --memory-share" in caplog.text
+
+
 def test_a_request_that_fails_leaves_its_neighbours_alone(tiny: Path, tmp_path: Path) -> None:
     """A model whose embedding of one token is NaN fails the request that uses it, and nobody else."""
     from safetensors.torch import load_file, save_file

@@ -39,8 +39,8 @@ class EngineConfig(_Config):
     chat_template: str | None = _field(None, "File with a Jinja chat template, instead of the model's.", group="model")
     enable_auto_tool_choice: bool = _field(False, "Let the model decide whether to call tools (tool_choice auto).", group="model")
     tool_call_parser: str = _field(
-        "json",
-        "How the model writes calls of tools: hermes, llama3_json, deepseek_v3, deepseek_v31, json, or a plugin's.",
+        "auto",
+        "How the model writes calls of tools: hermes, llama3_json, deepseek_v3, deepseek_v31, json (`auto` is json), or a plugin's.",
         group="model",
     )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = _field(

@@ -369,6 +369,14 @@ def _announce(plan: Plan, stages: _Stages) -> None:
     where = "GPU" if plan.device.type == "cuda" else "CPU"
     log.info("%s KV cache size: %s tokens", where, f"{plan.kv_cache_tokens:,}")
     log.info("Maximum concurrency for %s tokens per request: %.2fx", f"{plan.limits.max_model_len:,}", plan.sizing.contexts)
+    config = plan.config
+    if plan.device.type == "cpu" and "gpu_memory_utilization" in config.model_fields_set and not config.dynamic_memory:
+        log.warning(
+            "--gpu-memory-utilization %g changes nothing on a CPU: --memory-share, --kv-cache-memory-bytes or --num-gpu-blocks sizes "
+            "the KV cache there (%s)",
+            config.gpu_memory_utilization,
+            plan.sizing.reason,
+        )
     if plan.sizing.contexts < 1:  # blocks that were counted may be as few as one likes
         log.warning(
             "the KV cache of %d tokens is smaller than --max-model-len %d: longer requests than it holds are refused (too_large)",
