@@ -13,7 +13,7 @@ import pytest
 
 from tests.server.harness import ADMIN_KEY, NAME, Server
 
-SIZE = ("--block-size", "16", "--max-num-seqs", "4", "--dtype", "float32", "--num-threads", "1")
+SIZE = ("--block-size", "16", "--dtype", "float32", "--num-threads", "1")
 
 
 @pytest.fixture(scope="module")

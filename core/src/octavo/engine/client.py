@@ -123,7 +123,7 @@ class EngineProcess:
         return ready
 
     async def _introduce(self, config: EngineConfig) -> None:
-        await self._socket.send_multipart(pack(messages.CONFIG, config.model_dump_json()))
+        await self._socket.send_multipart(pack(messages.CONFIG, config.model_dump_json(exclude_unset=True)))
 
     def add(self, request: Request) -> None:
         self._send(messages.ADD, request)
