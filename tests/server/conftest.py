@@ -57,7 +57,7 @@ def demo_server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     """The demo model with a template that knows tools, which its own does not."""
     template = Path(__file__).parents[2] / "examples" / "chatml_tools.jinja"
     flags = ("--max-model-len", "1024", "--max-num-seqs", "16", "--num-gpu-blocks-override", "400", "--block-size", "16")
-    tools = ("--chat-template", str(template), "--tool-call-parser", "hermes", "--enable-auto-tool-choice")
+    tools = ("--chat-template", str(template), "--enable-auto-tool-choice")
     log = tmp_path_factory.mktemp("demo") / "log"
     running = Server(demo_path, log, *flags, *tools, "--api-key", API_KEYS[0], "--admin-api-key", ADMIN_KEY)
     try:

@@ -16,6 +16,7 @@ from octavo.model.any_transformers import COST
 from octavo.model.any_transformers import PATTERN as CAUSAL
 from octavo.model.families import DECODER_ARCHITECTURES
 from octavo.model.text_part import WRAPPED
+from octavo.text.tool_templates import accepts_template
 
 
 @hookimpl
@@ -147,15 +148,28 @@ def register_grammars() -> list[Provider]:
 @hookimpl
 def register_tool_parsers() -> list[Provider]:
     formats = {
-        "hermes": ("Hermes", "<tool_call> around JSON: Hermes, Qwen"),
-        "llama3_json": ("Llama3Json", "JSON with parameters: Llama 3.1 to 3.3"),
-        "deepseek_v3": ("DeepSeekV3", "DeepSeek V3 and R1"),
-        "deepseek_v31": ("DeepSeekV31", "DeepSeek V3.1 and later"),
-        "json": ("Json", "JSON with arguments, for models of no format of their own"),
+        "hermes": ("Hermes", 5, "<tool_call> around JSON: Hermes, Qwen"),
+        "llama3_json": ("Llama3Json", 4, "JSON with parameters: Llama 3.1 to 3.3"),
+        "deepseek_v3": ("DeepSeekV3", 3, "DeepSeek V3 and R1"),
+        "deepseek_v31": ("DeepSeekV31", 2, "DeepSeek V3.1 and later"),
     }
-    return [
-        Provider(name, "tool_parser", f"octavo.text.tool_formats:{load}", priority=int(name == "json"), summary=summary)
-        for name, (load, summary) in formats.items()
+    plain = Provider(
+        "json",
+        "tool_parser",
+        "octavo.text.tool_formats:Json",
+        priority=1,
+        summary="JSON with arguments, for models of no format of their own",
+    )
+    return [plain] + [
+        Provider(
+            name,
+            "tool_parser",
+            f"octavo.text.tool_formats:{load}",
+            priority=priority,
+            accepts=accepts_template(name),
+            summary=summary,
+        )
+        for name, (load, priority, summary) in formats.items()
     ]
 
 

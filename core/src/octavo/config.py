@@ -40,7 +40,8 @@ class EngineConfig(_Config):
     enable_auto_tool_choice: bool = _field(False, "Let the model decide whether to call tools (tool_choice auto).", group="model")
     tool_call_parser: str = _field(
         "auto",
-        "How the model writes calls of tools: hermes, llama3_json, deepseek_v3, deepseek_v31, json (`auto` is json), or a plugin's.",
+        "How the model writes calls of tools: hermes, llama3_json, deepseek_v3, deepseek_v31, json, or a plugin's; `auto` is what its chat "
+        "template shows, or json.",
         group="model",
     )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = _field(

@@ -15,7 +15,6 @@ from typing import Any, Self
 import msgspec
 
 from octavo.cache.prefix import PUBLIC
-from octavo.catalog import Device, Needs
 from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.client import STOP_SECONDS, EngineProcess
@@ -23,6 +22,7 @@ from octavo.engine.liveness import PATIENCE
 from octavo.engine.orders import Orders
 from octavo.engine.prefixes import Prefix, Warmed, read_prefixes
 from octavo.engine.streams import Prompt, Stream, prompt_parts
+from octavo.engine.tool_parser import choose_tool_parser
 from octavo.engine.totals import Totals
 from octavo.errors import Aborted, AdmissionRefused, ConfigError, EngineDead, LoadError, RequestError
 from octavo.interfaces import ToolFormat
@@ -64,11 +64,9 @@ def _tokenizer(source: ModelSource, config: EngineConfig) -> Tokenizer:
     return tokenizer
 
 
-def _tool_format(config: EngineConfig) -> ToolFormat:
+def _tool_format(source: ModelSource, config: EngineConfig) -> ToolFormat:
     """How the model writes calls of tools. Raises PluginError, ConfigError."""
-    found: ToolFormat = (
-        discover(config.plugins).resolve("tool_parser", Needs("tool_parser", Device()), config.tool_call_parser).create(None)
-    )
+    found: ToolFormat = choose_tool_parser(config, discover(config.plugins), source).create(None)
     return found
 
 
@@ -126,7 +124,7 @@ class OneModel:
         starting = asyncio.create_task(llm._engine.start(resolved, on_progress))
         try:
             llm.tokenizer = await asyncio.to_thread(_tokenizer, source, config)
-            llm.tool_format = await asyncio.to_thread(_tool_format, config)
+            llm.tool_format = await asyncio.to_thread(_tool_format, source, config)
             if isinstance(
                 size := source.config.get("vocab_size"), int
             ):  # seen before the weights are read, where the config says it

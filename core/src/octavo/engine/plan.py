@@ -30,6 +30,7 @@ from octavo.engine.sizing import (
     staging_bytes,
     workspace_bytes,
 )
+from octavo.engine.tool_parser import choose_tool_parser
 from octavo.errors import ConfigError, LoadError
 from octavo.interfaces import (
     AttentionParts,
@@ -142,7 +143,7 @@ def plan_engine(config: EngineConfig, catalog: Catalog) -> Plan:
     policy = {"policy": config.scheduling_policy, "chunked_prefill": config.enable_chunked_prefill}
     scheduler = catalog.resolve("scheduler", needs("scheduler", **policy), config.scheduler)
     executor = catalog.resolve("executor", needs("executor", devices=1), config.executor)
-    tool_parser = catalog.resolve("tool_parser", needs("tool_parser"), config.tool_call_parser)
+    tool_parser = choose_tool_parser(config, catalog, source)
     quantizer = _quantizer(config, catalog, source, architecture, needs)
     kv_dtype, why["kv_cache_dtype"] = cache_dtype(
         config.kv_cache_dtype, dtype, quantizer.accept.preferences.get("kv_cache_dtype")

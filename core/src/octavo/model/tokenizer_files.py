@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from octavo.model.files import read_json, token_ids
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from octavo.model.gguf_file import GGUFFile
     from octavo.model.source import ModelSource
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,25 @@ class TokenizerFiles:
     @property
     def chat_template(self) -> str | None:
         """The default template, or the only one; None if there is none or if several have other names."""
-        if "default" in self.chat_templates or len(self.chat_templates) != 1:
-            return self.chat_templates.get("default")
-        return next(iter(self.chat_templates.values()))
+        return default_template(self.chat_templates)
+
+
+def default_template(templates: Mapping[str, str]) -> str | None:
+    """See TokenizerFiles.chat_template."""
+    if "default" in templates or len(templates) != 1:
+        return templates.get("default")
+    return next(iter(templates.values()))
+
+
+def load_chat_templates(source: ModelSource | str | Path) -> dict[str, str]:
+    """TokenizerFiles.chat_templates without the tokenizer. LoadError for a damaged file."""
+    path = _text_path(source)
+    if path.is_file():
+        from octavo.model.gguf_file import read_gguf
+
+        return _gguf_templates(read_gguf(path))
+    settings = path / SETTINGS
+    return _templates(path, read_json(settings) if settings.exists() else {}, settings)
 
 
 def load_tokenizer_files(source: ModelSource | str | Path) -> TokenizerFiles:
@@ -92,12 +109,6 @@ def _from_gguf(path: Path) -> TokenizerFiles:
 
     file = read_gguf(path)
     words = gguf_vocabulary(file)
-    templates: dict[str, str] = {}
-    for key, value in file.metadata.items():
-        if key == "tokenizer.chat_template":
-            templates["default"] = file.require(key, str)
-        elif key.startswith("tokenizer.chat_template.") and isinstance(value, str):
-            templates[key.removeprefix("tokenizer.chat_template.")] = value
 
     def text(token: int | None) -> str:
         return "" if token is None else words.texts[token]
@@ -114,8 +125,18 @@ def _from_gguf(path: Path) -> TokenizerFiles:
         eos_ids=words.eos,
         add_bos=words.add_bos,
         special_ids=words.special,
-        chat_templates=templates,
+        chat_templates=_gguf_templates(file),
     )
+
+
+def _gguf_templates(file: GGUFFile) -> dict[str, str]:
+    templates: dict[str, str] = {}
+    for key, value in file.metadata.items():
+        if key == "tokenizer.chat_template":
+            templates["default"] = file.require(key, str)
+        elif key.startswith("tokenizer.chat_template.") and isinstance(value, str):
+            templates[key.removeprefix("tokenizer.chat_template.")] = value
+    return templates
 
 
 def _from_folder(folder: Path) -> TokenizerFiles:

@@ -233,6 +233,19 @@ def place_of(config: EngineConfig, source: ModelSource) -> str:
     return f"--tokenizer {config.tokenizer}" if config.tokenizer is not None else str(source.text_path or source.path)
 
 
+def tool_template(source: ModelSource, config: EngineConfig) -> str:
+    """The template that conversations with tools go through, read without making a tokenizer; "" where there is none. Raises as
+    `Tokenizer.from_source` does."""
+    from octavo.model.tokenizer_files import default_template, load_chat_templates
+
+    templates = load_chat_templates(source if config.tokenizer is None else _located(config.tokenizer))
+    if "tool_use" in templates:
+        return templates["tool_use"]
+    if config.chat_template is not None:
+        return _read_template(config.chat_template)
+    return default_template(templates) or ""
+
+
 def _located(tokenizer: str) -> Path:
     from octavo.model.source import locate
 
