@@ -95,7 +95,7 @@ class Tooled(Wire):
         if choice == "auto" and not llm.config.enable_auto_tool_choice:
             raise unsupported(
                 "tool_choice",
-                "'auto', which is the default, needs a server started with --enable-auto-tool-choice and --tool-call-parser; "
+                "'auto', which is the default, needs a server started with --enable-auto-tool-choice; "
                 "'required', 'none' or the name of a function work without",
             )
         if isinstance(choice, _Choice) and choice.function.name not in names:
