@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +13,9 @@ from hypothesis import strategies as st
 from octavo.interfaces import SharedPrefix, StepHost
 
 pytest.importorskip("triton", reason="the backend's modules import it")
-pytest.importorskip("octavo_attention_triton")
+sys.path[:0] = [str(Path(__file__).parents[2] / "plugins" / name / "src") for name in ("attention_triton", "ops_triton")]
 
-from octavo_attention_triton.cascade import Cascade
+from octavo_attention_triton.cascade import Cascade  # noqa: E402
 
 ROWS, GROUP = 24, 4
 CPU = torch.device("cpu")
