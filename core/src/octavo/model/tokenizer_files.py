@@ -54,11 +54,13 @@ class TokenizerFiles:
     @property
     def chat_template(self) -> str | None:
         """The default template, or the only one; None if there is none or if several have other names."""
-        return default_template(self.chat_templates)
+        return template_for(self.chat_templates, tools=False)
 
 
-def default_template(templates: Mapping[str, str]) -> str | None:
-    """See TokenizerFiles.chat_template."""
+def template_for(templates: Mapping[str, str], *, tools: bool) -> str | None:
+    """The template of a conversation: with tools the one named `tool_use`, where there is one; else TokenizerFiles.chat_template."""
+    if tools and "tool_use" in templates:
+        return templates["tool_use"]
     if "default" in templates or len(templates) != 1:
         return templates.get("default")
     return next(iter(templates.values()))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.errors import LoadError, RequestError
+from octavo.model.tokenizer_files import template_for
 from octavo.text.template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tracked import mark, trusted_spans
@@ -146,8 +147,7 @@ def _check_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _template(tokenizer: Tokenizer, with_tools: bool) -> ChatTemplate:
-    source = tokenizer.chat_templates.get("tool_use") if with_tools else None
-    source = source or tokenizer.chat_template
+    source = template_for(tokenizer.chat_templates, tools=with_tools)
     if source is None:
         raise RequestError(
             "this model has no chat template; send a raw prompt to the completions API, or start with --chat-template FILE",

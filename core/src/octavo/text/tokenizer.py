@@ -236,14 +236,12 @@ def place_of(config: EngineConfig, source: ModelSource) -> str:
 def tool_template(source: ModelSource, config: EngineConfig) -> str:
     """The template that conversations with tools go through, read without making a tokenizer; "" where there is none. Raises as
     `Tokenizer.from_source` does."""
-    from octavo.model.tokenizer_files import default_template, load_chat_templates
+    from octavo.model.tokenizer_files import load_chat_templates, template_for
 
     templates = load_chat_templates(source if config.tokenizer is None else _located(config.tokenizer))
-    if "tool_use" in templates:
-        return templates["tool_use"]
     if config.chat_template is not None:
-        return _read_template(config.chat_template)
-    return default_template(templates) or ""
+        templates["default"] = _read_template(config.chat_template)
+    return template_for(templates, tools=True) or ""
 
 
 def _located(tokenizer: str) -> Path:
