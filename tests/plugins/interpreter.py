@@ -1,6 +1,13 @@
-"""What every script that runs kernels under Triton's interpreter begins with."""
+"""Scripts that run kernels under Triton's interpreter: how each begins, and the process that it runs in."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 PRELUDE = """
 import torch
@@ -13,3 +20,18 @@ interpreter._patch_lang_tensor = patched
 torch.set_num_threads(1)
 """
 """Source text: the interpreter must be on (TRITON_INTERPRET=1) before triton is imported, hence a process of its own."""
+
+
+def interpreted(script: str, *arguments: str, plugins: tuple[str, ...], timeout: float = 300) -> str:
+    """What the script prints, with these plugins' sources importable, and the tests."""
+    sources = [str(ROOT), *(str(ROOT / "plugins" / name / "src") for name in plugins)]
+    path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *arguments],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

@@ -7,18 +7,12 @@ wrongly, so queries are float32 or float16 here and FP8 values are drawn so that
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.plugins.interpreter import PRELUDE
-
-PLUGINS = [str(Path(__file__).parents[2] / "plugins" / name / "src") for name in ("attention_triton", "ops_triton")]
+from tests.plugins.interpreter import PRELUDE, interpreted
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
@@ -148,13 +142,8 @@ print(json.dumps(complaints))
 @pytest.fixture(scope="module")
 def complaints() -> list[str]:
     """Of every case, what was wrong: all in one process, which has the interpreter on from its first import of triton."""
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), *PLUGINS, os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES), json.dumps(SHARES)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[str] = json.loads(done.stdout)
+    arguments = json.dumps(CASES), json.dumps(SHARES)
+    found: list[str] = json.loads(interpreted(SCRIPT, *arguments, plugins=("attention_triton", "ops_triton")))
     return found
 
 

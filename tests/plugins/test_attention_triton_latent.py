@@ -4,8 +4,6 @@ interpreter, which runs every program in numpy."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,7 +16,7 @@ from octavo.catalog import Accept, Device, Needs, Provider, Reject
 from octavo.engine.plan import attention_facts
 from octavo.interfaces import AttentionLayer, KVSpec, ModelFacts
 
-from tests.plugins.interpreter import PRELUDE
+from tests.plugins.interpreter import PRELUDE, interpreted
 
 PLUGIN = Path(__file__).parents[2] / "plugins" / "attention_triton" / "src"
 H200 = Device("cuda", name="H200", capability=(9, 0))
@@ -130,23 +128,17 @@ print(json.dumps(complaints))
 CASES = [[4, 32, 16, "float32", 16], [3, 64, 32, "float16", 8], [20, 48, 16, "float32", 64]]
 
 
-def interpreted(script: str, cases: Any) -> str:
-    """What a script prints: it has the interpreter on from its first import of triton, hence a process of its own."""
+def printed(script: str, cases: Any) -> str:
+    """What a script prints of these cases."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed: the kernel cannot be interpreted")
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(PLUGIN), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-c", script, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return interpreted(script, json.dumps(cases), plugins=("attention_triton",))
 
 
 @pytest.fixture(scope="module")
 def complaints() -> list[str]:
     """Of every case, what was wrong."""
-    found: list[str] = json.loads(interpreted(SCRIPT, CASES))
+    found: list[str] = json.loads(printed(SCRIPT, CASES))
     return found
 
 
@@ -202,7 +194,7 @@ SPARSE_CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def sparse_complaints() -> dict[str, str]:
-    found: dict[str, str] = json.loads(interpreted(SPARSE, [[name, *case] for name, case in SPARSE_CASES.items()]))
+    found: dict[str, str] = json.loads(printed(SPARSE, [[name, *case] for name, case in SPARSE_CASES.items()]))
     return found
 
 

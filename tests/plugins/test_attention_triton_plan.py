@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from tests.plugins.interpreter import PRELUDE
-
-PLUGIN = Path(__file__).parents[2] / "plugins" / "attention_triton" / "src"
+from tests.plugins.interpreter import PRELUDE, interpreted
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernel cannot be interpreted", allow_module_level=True)
@@ -50,13 +44,7 @@ CASES: list[tuple[list[int], list[int], int, int | None]] = [
 
 @pytest.fixture(scope="module")
 def maps() -> list[tuple[list[list[int]], list[list[int]]]]:
-    path = os.pathsep.join([str(PLUGIN), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(CASES)], capture_output=True, text=True, env=env, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return json.loads(interpreted(SCRIPT, json.dumps(CASES), plugins=("attention_triton",)))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))

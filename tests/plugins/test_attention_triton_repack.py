@@ -6,17 +6,11 @@ Triton's interpreter.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from tests.plugins.interpreter import PRELUDE
-
-PLUGINS = [str(Path(__file__).parents[2] / "plugins" / name / "src") for name in ("attention_triton", "ops_triton")]
+from tests.plugins.interpreter import PRELUDE, interpreted
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
@@ -73,15 +67,4 @@ packed(int(sys.argv[1]))
 
 @pytest.mark.parametrize("page", [64, 128])
 def test_tiles_hold_every_byte_of_their_tokens_and_zeros_behind_the_last(page: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(page)],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join([*PLUGINS, os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpreted(SCRIPT, str(page), plugins=("attention_triton", "ops_triton"))

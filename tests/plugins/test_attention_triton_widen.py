@@ -7,18 +7,12 @@ Triton's interpreter.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.plugins.interpreter import PRELUDE
-
-PLUGINS = [str(Path(__file__).parents[2] / "plugins" / name / "src") for name in ("attention_triton", "ops_triton")]
+from tests.plugins.interpreter import PRELUDE, interpreted
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
@@ -82,18 +76,7 @@ widened(**json.loads(sys.argv[1]))
 
 def run(**facts: Any) -> None:
     """The script's check, in a process that interprets kernels."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(facts)],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join([*PLUGINS, os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpreted(SCRIPT, json.dumps(facts), plugins=("attention_triton", "ops_triton"))
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,11 @@ Small shapes only: the interpreter runs every program in numpy.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from tests.plugins.interpreter import PRELUDE
-
-PLUGIN = Path(__file__).parents[2] / "plugins" / "ops_triton" / "src"
+from tests.plugins.interpreter import PRELUDE, interpreted
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
@@ -114,11 +108,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def complaints() -> dict[str, str]:
     """Of every check, what was wrong: all in one process, which has the interpreter on from its first import of triton."""
-    path = os.pathsep.join([str(PLUGIN), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, env=env, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, str] = json.loads(done.stdout)
+    found: dict[str, str] = json.loads(interpreted(SCRIPT, plugins=("ops_triton",)))
     return found
 
 

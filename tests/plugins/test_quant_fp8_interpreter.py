@@ -6,17 +6,11 @@ Small shapes only: the interpreter runs every program in numpy. The oracle is th
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from tests.plugins.interpreter import PRELUDE
-
-PLUGINS = Path(__file__).parents[2] / "plugins"
+from tests.plugins.interpreter import PRELUDE, interpreted
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: the kernels cannot be interpreted", allow_module_level=True)
@@ -188,11 +182,7 @@ CHECKS = ("norms", "gates", "inputs", "row_products", "one_row", "one_gated_row"
 @pytest.fixture(scope="module")
 def complaints() -> dict[str, str]:
     """Of every check, what was wrong: all in one process, which has the interpreter on from its first import of triton."""
-    sources = [str(PLUGINS / name / "src") for name in ("quant_fp8", "ops_triton")]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, env=env, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, str] = json.loads(done.stdout)
+    found: dict[str, str] = json.loads(interpreted(SCRIPT, plugins=("quant_fp8", "ops_triton")))
     return found
 
 
